@@ -5,14 +5,22 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jax_baseline.hlo.xplane import read_instructions
+
+class ProfileEvent(NamedTuple):
+    """One event of a profile."""
+
+    plane: str  # a device (``/device:GPU:0``) or the host
+    line: str  # a stream or a thread of the plane
+    instruction: str  # name of the instruction in the optimised HLO
+    seconds: float
 
 
 def kernel_seconds(run: Callable[[], Any], names: Collection[str], *, repeats: int) -> dict[str, float]:
@@ -57,9 +65,25 @@ def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
-        ran = [event for path in Path(folder).rglob("*.xplane.pb") for event in read_instructions(path.read_bytes())]
+        ran = [event for path in Path(folder).rglob("*.xplane.pb") for event in _read_instructions(path)]
     on_gpu = [event for event in ran if event.plane.startswith("/device:GPU")]
     if on_gpu:
         # Streams only. XLA's lines ("XLA Ops") repeat the same kernels, and the host's lines are launches.
         ran = [event for event in on_gpu if event.line.startswith("Stream")]
     return [(event.instruction, event.seconds) for event in ran]
+
+
+def _read_instructions(path: Path) -> list[ProfileEvent]:
+    """Return the events of a profile that have the name of an HLO instruction."""
+    events = []
+    with warnings.catch_warnings():
+        # The reader's types have no __module__, of which Python 3.12 and later warn. As an error, the warning would be
+        # an exception in C++ code that may not raise: the process would abort.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    instruction = next((value for name, value in event.stats if name == "hlo_op"), None)
+                    if instruction is not None:
+                        events.append(ProfileEvent(plane.name, line.name, str(instruction), event.duration_ns * 1e-9))
+    return events
