@@ -267,11 +267,11 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
         raise
     finally:
         dist.destroy_process_group()
-        if own.type == "cpu":
-            # A gloo thread releases the tensors of a collective some time after it has finished. If that happens during
-            # Python's shutdown, the process aborts (pytorch/pytorch#179291). The group would wait for its threads, but
-            # torch's caches of layouts keep it alive. So the threads get a moment to finish.
-            time.sleep(0.1)
+        # A gloo thread, of which a run on GPUs has one too, releases the tensors of a collective some time after it has
+        # finished, and takes the interpreter's lock for that. During Python's shutdown the process would abort
+        # (pytorch/pytorch#179291). While DDP's reducer is deleted, as the last that holds the group, it would wait for
+        # ever: the reducer waits for the thread and keeps the lock. So the threads get a moment to finish.
+        time.sleep(0.1)
 
 
 def _end_with_torchrun() -> None:

@@ -204,16 +204,22 @@ def test_the_rank_that_failed_first_is_named(failures, said):
 def test_a_step_under_ddp_exchanges_gradients_alone(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = GPT(GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8, block_size=4))
-        wrapped = parallel.World("ddp", 0, 2, torch.device("cpu")).wrap(model)
-        sent = []
-        monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *arguments: sent.append(arguments))
-        for _ in range(2):
-            wrapped(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
-        assert list(model.buffers())
+        buffers, sent = _take_steps_under_ddp(monkeypatch)
+        assert buffers
         assert not sent
     finally:
         dist.destroy_process_group()
+
+
+def _take_steps_under_ddp(monkeypatch):
+    """Return the buffers and what was sent of them. The wrapped model ends here: it may not outlive the process group."""
+    model = GPT(GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8, block_size=4))
+    wrapped = parallel.World("ddp", 0, 2, torch.device("cpu")).wrap(model)
+    sent = []
+    monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *arguments: sent.append(arguments))
+    for _ in range(2):
+        wrapped(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
+    return list(model.buffers()), sent
 
 
 def test_blocks_are_gathered_together_until_they_are_large(monkeypatch):
