@@ -26,4 +26,4 @@ while (($#)); do
 done
 ((${#tests[@]})) || tests=(framework-internals/*/tests/test_random_*.py)
 ./scripts/setup.sh
-exec ./scripts/python.sh -m pytest --capture=no -m fuzz "${options[@]}" "${tests[@]}"
+exec ./scripts/python.sh -m pytest --capture=no -o faulthandler_timeout=0 -m fuzz "${options[@]}" "${tests[@]}"

@@ -212,7 +212,7 @@ def test_a_step_under_ddp_exchanges_gradients_alone(monkeypatch):
 
 
 def _take_steps_under_ddp(monkeypatch):
-    """Return the buffers and what was sent of them. The wrapped model ends here: it may not outlive the process group."""
+    """Return the buffers and what was sent of them. The wrapped model ends here: it may not outlive the group."""
     model = GPT(GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8, block_size=4))
     wrapped = parallel.World("ddp", 0, 2, torch.device("cpu")).wrap(model)
     sent = []
