@@ -22,7 +22,7 @@ def test_the_same_computation_is_within_the_bound():
     model = made.copied()
     accuracy = compare_with_eager(made, model, model, train=True)
     assert accuracy.holds
-    assert accuracy.tensors == 5  # the output and four gradients
+    assert accuracy.tensors == 6  # the loss, the output and four gradients
     assert accuracy.output.compiled == accuracy.output.eager
 
 
@@ -63,9 +63,34 @@ def test_an_output_that_is_a_dataclass_is_compared():
     model = made.copied()
     accuracy = compare_with_eager(made, model, model, train=True)
     assert accuracy.holds
-    assert accuracy.tensors == 3
+    assert accuracy.tensors == 6  # the loss, three outputs and two gradients
     accuracy = compare_with_eager(made, lambda x: Detections(model(x).scores * 1.001, []), model, train=False)
     assert not accuracy.holds
+
+
+class Parts(nn.Linear):
+    """A result, and another that no gradient goes through."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.detach() * 3
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "wrong"),
+    [
+        (nn.Linear(4, 4), lambda y: -y, "output of the model"),  # the loss is a mean square
+        (Parts(4, 4), lambda y: (y[0], -y[1]), "output 2 of the model"),
+    ],
+)
+def test_in_training_an_output_is_compared_that_the_loss_hides(model, changed, wrong):
+    made = Target(model, (torch.randn(8, 4, generator=torch.Generator().manual_seed(0)),))
+    own = made.copied()
+    assert compare_with_eager(made, own, own, train=True).holds
+    accuracy = compare_with_eager(made, lambda x: changed(own(x)), own, train=True)
+    assert not accuracy.holds
+    assert accuracy.output.holds
+    assert accuracy.gradient.name == wrong
 
 
 def test_an_output_without_floating_point_numbers_is_not_compared():
@@ -254,7 +279,7 @@ def test_a_training_step_has_its_backward_pass_though_the_file_turned_gradients_
     with torch.set_grad_enabled(False):
         made.step(model, train=True)()
         assert all(parameter.grad is not None for parameter in model.parameters())
-        assert compare_with_eager(made, model, model, train=True).tensors == 5
+        assert compare_with_eager(made, model, model, train=True).tensors == 6
 
 
 def test_a_lower_precision_is_outside_the_bound():

@@ -242,6 +242,11 @@ def test_what_keeps_a_value_or_is_seeded_with_one_is_left_alone():
         "def f(self, x):\n    self.s = 2.0 if x.sum() > 0 else 0.5  # here\n    return x\n",  # it is kept
         "def f(x):\n    if x.sum() > 0:  # here\n        return x\n    y = x + 1\n    return y\n",
         "def f(x):\n    if self.on or x.sum() > 0:  # here\n        x = x + 1\n    return x\n",
+        # A side is a tensor itself, and is written in place: by the next line, or by who gets it.
+        "def f(self, x):\n    out = x * 2\n    if x.sum() > 0:  # here\n        out = self.peak\n    out.add_(1)\n",
+        "def f(x):\n    if x.sum() > 0:  # here\n        x = x * 2\n    x += 1\n    return x\n",
+        "def f(x):\n    if x.sum() > 0:  # here\n        x = x * 2\n    x[0] = 1\n    return x\n",
+        "def f(x):\n    if x.sum() > 0:  # here\n        return x\n    return x * 2\n\ndef g(y):\n    f(y).add_(1)\n",
     ],
 )
 def test_branches_that_where_would_change_are_left_alone(body):
@@ -306,6 +311,7 @@ def test_a_value_stays_a_tensor_cut_from_the_gradient(body, expected):
         "    return x.max().item()  # here\n\n\ndef g(x):\n    return x / f(x)\n",  # f may be called elsewhere
         "    s = self.level.item()  # here\n    return x * 2**s\n",  # 0 for a level of -1, as an integer tensor
         "    s = self.level.item()  # here\n    return x * (1 << s)\n",
+        "    return x * (x.sum().item() * 1099511628211 % 97)  # here\n",  # more than 64 bits hold
         "    s = self.level.item()  # here\n    if self.half:\n        s += 0.5\n    return x * s\n",
     ],
 )

@@ -449,6 +449,50 @@ def refused(folder, tmp_path, references):
     return compared
 
 
+LISTED = """\
+import torch
+
+ROWS = []
+
+
+class Listed(torch.nn.Linear):
+    def forward(self, x):
+        ROWS.append(len(x))
+        print(end="")
+        return super().forward(x)
+
+
+def target():
+    return Listed(4, 4), (torch.ones(2, 4),)
+"""
+OWN_BACKWARD = """\
+import torch
+
+MODEL = torch.nn.Linear(4, 1)
+
+
+def target():
+    loss = MODEL(torch.ones(2, 4)).square().mean()
+    print(end="")
+    loss.backward()
+    return loss.detach()
+"""
+
+
+@pytest.mark.parametrize("source", [LISTED, OWN_BACKWARD])
+def test_both_kinds_of_step_have_a_reference(source, folder, tmp_path):
+    """The second is of the file loaded anew, whose globals the first has changed, and of a step that has gradients."""
+    path, kept = folder / "triage_model.py", tmp_path / "reference.pt"
+    path.write_text(source)
+    case = Case(f"{path}:target", "cpu")
+    assert proof.references(case, kinds=(True, False), path=kept)
+    overlay = {str(path): source.replace("    print(end", "    ROWS and print(end").encode()}
+    for own in (case, replace(case, train=False)):
+        with overlaid(overlay if source == LISTED else {}):
+            forget_user_modules(user_code_filter())
+            assert refusal(own, path=proof._of_kind(kept, own), with_inductor=False) is None
+
+
 def test_arguments_need_a_gradient_unless_the_model_refuses_that(refused):
     """The model has no weights: without a gradient of x nothing is kept for the backward pass."""
     buffer = RESET.replace("self.count = 1", 'self.register_buffer("count", torch.tensor(1))').replace(

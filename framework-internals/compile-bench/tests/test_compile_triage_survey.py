@@ -575,6 +575,24 @@ def test_functions_that_compute_eagerly_are_seen():
     assert sys.getprofile() is None
 
 
+def test_watching_adds_no_break():
+    """Dynamo skips the frame of a function with a sparse argument and compiles what that frame calls."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+    class Spread(nn.Module):
+        def forward(self, x):
+            return torch.sparse.mm(x, torch.ones(3, 2)) * 2
+
+    model, x = Spread(), torch.eye(3).to_sparse()
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    before = dict(torch._dynamo.utils.counters["graph_break"])
+    assert before
+    EagerWatch(model.modules(), user_code_filter()).run(lambda: compiled(x))
+    assert dict(torch._dynamo.utils.counters["graph_break"]) == before
+
+
 def test_code_that_cannot_be_hashed_is_watched():
     """Dynamo puts dictionaries among the constants of the code that it writes."""
     code = Encoder.encode.__code__

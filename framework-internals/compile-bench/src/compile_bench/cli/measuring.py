@@ -260,5 +260,7 @@ def _accuracy(bench: Bench) -> str:
     assert accuracy.output is not None
     size = numbers.error_size
     within, compared = "within" if accuracy.holds else "OUTSIDE", plural(accuracy.tensors, "tensor")
+    outside = (pair for pair in (accuracy.output, accuracy.gradient) if pair is not None and not pair.holds)
+    shown = next(outside, accuracy.output)
     text = f"{within} the bound, {compared} against float64"
-    return f"{text}; output error {size(accuracy.output.compiled)}, eager {size(accuracy.output.eager)}"
+    return f"{text}; {shown.name} error {size(shown.compiled)}, eager {size(shown.eager)}"

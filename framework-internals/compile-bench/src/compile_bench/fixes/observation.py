@@ -86,7 +86,7 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
 
     files = _files()  # what is imported while the step is compiled is not its state
     asked = target.with_own_arguments()
-    with torch.set_grad_enabled(case.train):
+    with torch.set_grad_enabled(case.train or target.is_step):  # a step may do its own backward pass
         asked = asked.mapped(differentiable) if graded else asked
         before = {place: _mark(value) for place, value in _contents(modules, files, asked).items()}
         output = asked.forward(call)

@@ -249,7 +249,34 @@ def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr) ->
         return ""  # a number on one side, a tensor or a number of another type on the other
     if not all(map(is_exact_in_float32, numbers)) or not is_elementwise(taken) or not is_elementwise(other):
         return ""
+    if any(_is_written_through(source, side) for side in (taken, other)):
+        return ""
     return f"torch.where({condition}, {source.text(taken)}, {source.text(other)})"
+
+
+def _is_written_through(source: Source, side: ast.expr) -> bool:
+    """Whether one side of a branch is a tensor itself, of which torch.where makes another, and may be written in place.
+
+    What is returned may be written by another function of the file.
+    """
+    if not isinstance(side, (ast.Name, ast.Attribute)):
+        return False
+    statement = next(node for node in source.above(side) if isinstance(node, ast.stmt))
+    assigned = {target.id for target in getattr(statement, "targets", []) if isinstance(target, ast.Name)}
+    names = {source.text(side), *assigned}
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_") and not method.endswith("__"):
+                return True
+            case ast.keyword(arg="out"):
+                return True
+            case ast.AugAssign(target=ast.Name() | ast.Attribute() as target):
+                if isinstance(statement, ast.Return) or source.text(target) in names:
+                    return True
+            case ast.Assign(targets=[ast.Subscript(slice=place)]) | ast.AugAssign(target=ast.Subscript(slice=place)):
+                if not (isinstance(place, ast.Constant) and isinstance(place.value, str)):
+                    return True
+    return False
 
 
 def _condition(source: Source, test: ast.expr) -> str | None:
@@ -475,11 +502,18 @@ def _goes_into_arithmetic(source: Source, node: ast.expr) -> bool:
         # As tensors, powers of two integers overflow, and 2**-1 is 0; so with shifts.
         case ast.BinOp(op=ast.Pow() | ast.LShift() | ast.RShift(), left=left):
             is_safe = isinstance(left, ast.Constant) and isinstance(left.value, float)
+        case ast.BinOp() if any(_is_wide(part) for part in ast.walk(parent)):
+            is_safe = False
         case ast.BinOp() | ast.UnaryOp():
             is_safe = True
         case _:
             is_safe = False
     return is_safe and not _is_kept(source, node)
+
+
+def _is_wide(node: ast.AST) -> bool:
+    """Whether a node is an integer so large that a product with a tensor may overflow, as Python's does not."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) >= 1 << 31
 
 
 def _is_kept(source: Source, node: ast.expr) -> bool:

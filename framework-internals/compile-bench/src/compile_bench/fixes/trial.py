@@ -206,9 +206,13 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
 
 def references(case: Case, *, kinds: Sequence[bool], path: Path, calibrated: bool = False) -> bool:
     """:func:`reference` for kinds of step, each in a file of its own. Returns whether any was written."""
-    cases = [replace(case, train=train) for train in kinds]
-    written = [reference(case, path=_of_kind(path, case), calibrated=calibrated) for case in cases]
-    return any(written)
+    written = False
+    for train in kinds:
+        kind = replace(case, train=train)
+        # Of a file that is loaded twice the first module stays the one that its globals are looked up in.
+        forget_user_modules(user_code_filter())
+        written |= reference(kind, path=_of_kind(path, kind), calibrated=calibrated)
+    return written
 
 
 def _of_kind(path: Path, case: Case) -> Path:

@@ -17,12 +17,12 @@ gradient and not in the other. So if gradients are outside the bound and outputs
 a percent and everything is compared again. A wrong computation stays wrong; a jump is then close to another input, or
 to none.
 
-In inference, each of several outputs is compared by itself as well, since the largest one would hide the others. So
-would what fills masked places: infinities are compared by place and sign, and elements of 1e3 and more that are a
-thousand times larger than all others, such as -1e9, apart from these. Of an integer output, as that of argmax, the
-share of elements that are not as in float64 may be 3 times eager's and one percent. A single number may be off by
-chance, so these are compared with other weights, too. Every computation begins with the state of the target's model and
-with arguments of its own.
+Each of several outputs is compared by itself as well, since the largest one would hide the others, and in training each
+output beside the loss. So would what fills masked places: infinities are compared by place and sign, and elements of
+1e3 and more that are a thousand times larger than all others, such as -1e9, apart from these. Of an integer output, as
+that of argmax, the share of elements that are not as in float64 may be 3 times eager's and one percent. A single number
+may be off by chance, so these are compared with other weights, too. Every computation begins with the state of the
+target's model and with arguments of its own.
 """
 
 from __future__ import annotations
@@ -156,9 +156,8 @@ def _same(one: Any, other: Any) -> bool:
 class _Results:
     """What one forward pass, in training with its backward pass, computes."""
 
-    values: (
-        Values  # all outputs as one vector, in training the loss, under "output"; then each output, or the gradients
-    )
+    # Under "output" all outputs as one vector, in training the loss; then each output, and in training the gradients.
+    values: Values
     chosen: Values  # outputs without floating-point numbers
     signature: tuple[str, ...]  # dtype and shape of each output
 
@@ -252,14 +251,19 @@ def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, trai
         output = asked.forward(call)
     tensors = dict(zip(output_names(output), tensors_in(output), strict=True))
     signature = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors.values())
-    if train:
-        loss = asked.backward(output)
-        gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad(set_to_none=True)
-        return _Results({"output": flat(loss), **gradients}, {}, signature)
     chosen = {name: tensor for name, tensor in tensors.items() if not has_rounding(tensor)}
     single = {name: vector(tensor) for name, tensor in tensors.items() if has_rounding(tensor)}
-    return _Results({"output": flat(output), **single}, chosen, signature)
+    if not train:
+        return _Results({"output": flat(output), **single}, chosen, signature)
+    # A loss may hide what is wrong with an output: a mean square its sign. What is detached has no part in it.
+    loss = asked.backward(output)
+    is_loss = (
+        target.loss is None and len(single) == 1 and all(t.ndim == 0 for t in tensors_in(output) if has_rounding(t))
+    )
+    beside = {} if is_loss else {f"{name} of the model": values for name, values in single.items()}
+    gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return _Results({"output": flat(loss), **beside, **gradients}, chosen, signature)
 
 
 def has_rounding(tensor: Tensor) -> bool:

@@ -72,15 +72,15 @@ def eager(case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
     step = target.step(target.copied(), train=case.train)
     try:
         return FirstSteps(_first_steps(step, case, timing_folder))
-    except Exception as error:  # whatever the user's model raises
+    except (Exception, SystemExit) as error:  # whatever the user's model raises
         raise eager_failure(target, case, error) from error
 
 
-def eager_failure(target: Target, case: Case, error: Exception) -> UserError:
+def eager_failure(target: Target, case: Case, error: BaseException) -> UserError:
     """The error of a target that raises without ``torch.compile`` too; it says whether inference works."""
     hint = ""
     if case.train and not target.is_step:
-        with suppress(Exception):  # whatever the user's model raises
+        with suppress(Exception, SystemExit):  # whatever the user's model raises
             target.step(target.copied(), train=False)()
             hint = "; inference works: try --infer"
     return UserError(f"{case.target} raises by itself, uncompiled, in {case.kind}: {describe_error(error)}{hint}")
