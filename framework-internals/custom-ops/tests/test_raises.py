@@ -201,6 +201,7 @@ WRONG: dict[tuple[str, str], list[tuple[str, Callable[[], object]]]] = {
         ("k", lambda: custom_ops.flash_attention(Q, Q.half(), Q)),
         ("scale", lambda: custom_ops.flash_attention(Q, Q, Q, scale=UNKNOWN)),
         ("softcap", lambda: custom_ops.flash_attention(Q, Q, Q, softcap=UNKNOWN)),
+        ("softcap", lambda: custom_ops.flash_attention(Q, Q, Q, softcap=FIVE)),  # type: ignore[arg-type]
         ("sinks", lambda: custom_ops.flash_attention(Q, Q, Q, sinks=[1.0])),  # type: ignore[arg-type]
         ("attn_mask", lambda: custom_ops.flash_attention(Q, Q, Q, attn_mask=torch.ones(3, 3).double())),
         ("cu_seqlens_q", lambda: packed(starts(3).long(), starts(3))),
@@ -244,6 +245,7 @@ WRONG: dict[tuple[str, str], list[tuple[str, Callable[[], object]]]] = {
     ],
     ("linear_cross_entropy", "ValueError"): [
         ("weight", lambda: loss(weight=torch.ones(2, 5))),
+        ("weight", lambda: loss(weight=W[:0], bias=None, targets=torch.full_like(CLASSES, -100))),
         ("bias", lambda: loss(bias=FIVE)),
         ("targets", lambda: loss(targets=CLASSES.to("meta"))),
         ("targets", lambda: loss(targets=CLASSES[:3])),

@@ -151,7 +151,7 @@ def unigram_entropy_bits(data: Bytes) -> float:
     """
     counts = np.bincount(data, minlength=256)
     p = counts[counts > 0] / len(data)
-    return float(-(p * np.log2(p)).sum())
+    return float((p * -np.log2(p)).sum()) + 0.0  # -0.0 of one repeated byte
 
 
 def _builtin_text() -> bytes:

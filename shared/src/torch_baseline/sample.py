@@ -57,7 +57,8 @@ def sample_bytes(model: GPT, prompt: bytes, count: int, *, temperature: float, s
         if temperature == 0:
             token = int(logits_V.argmax())
         else:
-            scaled_V = (logits_V - logits_V.max()) / temperature  # at most 0, however small the temperature
+            # At most 0, however small the temperature: in float32 it may be 0, and 0 / 0 no number.
+            scaled_V = (logits_V - logits_V.max()).double() / temperature
             token = int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))
         text.append(token)
         yield token

@@ -98,6 +98,7 @@ def test_validation_of_a_short_text_fills_its_batch():
 
 
 def test_unigram_entropy_of_known_frequencies():
+    assert str(data.unigram_entropy_bits(np.full(9, 97, dtype=np.uint8))) == "0.0"  # not -0.0
     assert data.unigram_entropy_bits(np.arange(256, dtype=np.uint8)) == pytest.approx(8.0, rel=1e-12)
     skewed = np.array([0, 0, 0, 1], dtype=np.uint8)
     assert data.unigram_entropy_bits(skewed) == pytest.approx(-0.75 * math.log2(0.75) + 0.5, rel=1e-12)

@@ -294,6 +294,8 @@ def check_linear_cross_entropy(
         _check_kind(op, "x", x, name, tensor)
         if tensor.dim() != len(shape) or tensor.shape[-1] != shape[-1]:
             raise ValueError(f"{op}: argument '{name}': expected shape {shape}, got {_sizes(tensor.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError(f"{op}: argument 'weight': expected a class or more, got {_sizes(weight.shape)}")
     _check_device(op, "x", x, "targets", targets)
     if targets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: argument 'targets': expected dtype torch.int64 or torch.int32, got {targets.dtype}")

@@ -124,6 +124,7 @@ def _attention(
     window_size, softcap, *tensors = asked
     check_number("flash_attention", "scale", scale)
     check_number("flash_attention", "softcap", softcap)
+    check_kinds("flash_attention", "float", softcap=softcap)
     features: tuple[Any, ...] = ()
     if any(tensor is not None for tensor in tensors) or softcap != 0 or window_size != (-1, -1):
         q, k, v, features = _with_features(q, k, v, *asked)
@@ -181,7 +182,6 @@ def _with_features(
         )
     check_kinds(op, "Tensor", q=q, k=k, v=v)
     check_kinds(op, "Tensor | None", sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
-    check_kinds(op, "float", softcap=softcap)
     if cu_seqlens_q is not None:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3:

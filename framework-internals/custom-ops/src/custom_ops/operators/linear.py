@@ -129,6 +129,8 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 def _is_ordinary(operand: Tensor) -> bool:
     """Whether a product is of the tensor's elements: not of a quantised, sharded, sparse or nested one."""
     known = type(operand) in (Tensor, torch.nn.Parameter) or is_fake(operand)
+    if is_dynamo_compiling():  # in an autograd.Function it reads no layout
+        return known and not (operand.is_sparse or operand.is_sparse_csr or operand.is_mkldnn or operand.is_nested)
     return known and operand.layout == torch.strided and not operand.is_nested
 
 
