@@ -33,7 +33,7 @@ from whole_step.dissection import DissectedEngine, dispatch_seconds, make_dissec
 from whole_step.floor import floors, work_of_step
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import PEER, avoid, headline, least_times, losses, ratio_over, report, steps_before, use, worst
-from whole_step.variants import by_importance, every_kernel, every_operator, norm, variants
+from whole_step.variants import by_importance, every_kernel, every_operator, every_operator_and_loss, norm, variants
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
 GOLDEN = Path(__file__).parent / "golden" / "reports"
@@ -576,6 +576,21 @@ def test_the_parts_compute_what_the_model_does(parts):
     plain, own = GPT(shape).double(), GPT(shape, **parts()).double()
     # A few hundred roundings of numbers near 5, in float64.
     assert own(tokens, tokens).item() == pytest.approx(plain(tokens, tokens).item(), abs=1e-13)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("parts", [every_operator, every_kernel, every_operator_and_loss])
+def test_the_parts_are_one_graph_in_16_bits(parts, device):
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16), **parts()).to(device)
+    tokens = torch.zeros(2, 16, dtype=torch.int64, device=device)
+
+    def loss():
+        with torch.autocast(device, torch.bfloat16):
+            return model(tokens, tokens)
+
+    torch.compiler.reset()
+    torch.compile(loss, fullgraph=True, backend="eager")().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_the_targets_of_the_table_call_every_operator_with_two_lowerings():
