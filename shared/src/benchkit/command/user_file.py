@@ -16,16 +16,21 @@ from benchkit.errors import UserError, first_line
 
 @contextmanager
 def importable(path: Path) -> Iterator[None]:
-    """Make the modules beside a file and the package of the file importable inside the block."""
+    """Make the modules beside a file and the package of the file importable inside the block.
+
+    Code that reads its arguments there finds its file, and none of this process.
+    """
     before, after = str(path.resolve().parent), ""
     if (package := package_of(path)) is not None:
         before, after = str(package[0]), before  # at the end, because a package may contain a logging.py
     sys.path.insert(0, before)
     if after:
         sys.path.append(after)
+    arguments, sys.argv = sys.argv, [str(path)]
     try:
         yield
     finally:
+        sys.argv = arguments
         with suppress(ValueError):  # the block may have changed the list
             sys.path.remove(before)
         if after in sys.path:
