@@ -55,17 +55,17 @@ def test_a_package_whose_name_is_taken_is_refused(package: Path, tmp_path: Path)
 def test_a_lone_file_imports_what_lies_beside_it(tmp_path: Path):
     (tmp_path / "beside_user_file.py").write_text("THREE = 3\n")
     (tmp_path / "json.py").write_text(
-        "import beside_user_file, sys\nGIVEN = list(sys.argv)\n"
+        "import beside_user_file, sys\ngiven = list(sys.argv)\n"
         "def late():\n    import beside_user_file as b\n    return b\n"
     )
     path, arguments = list(sys.path), list(sys.argv)
     module = user_file.load_file(tmp_path / "json.py", "prefix_")
     assert (module.__name__, module.beside_user_file.THREE) == ("prefix_json", 3)
-    assert module.GIVEN == [str(tmp_path / "json.py")]  # not those of the tool
+    assert module.given == [str(tmp_path / "json.py")]  # not those of the tool
     del sys.modules["beside_user_file"]
     with user_file.importable(tmp_path / "json.py"):
         assert module.late().THREE == 3
-        assert sys.argv == module.GIVEN
+        assert sys.argv == module.given
     assert (sys.path, sys.argv) == (path, arguments)
     for name in ("beside_user_file", "prefix_json"):
         del sys.modules[name]
