@@ -449,6 +449,18 @@ def refused(folder, tmp_path, references):
     return compared
 
 
+@pytest.mark.parametrize(
+    ("mark", "encoding", "said"), [("\ufeff", "utf-8", "begins with"), ("", "latin-1", "iso-8859-1")]
+)
+def test_a_file_of_another_encoding_has_no_fix_and_that_is_said(mark, encoding, said, folder):
+    source = f"# -*- coding: {encoding} -*-\n{REVEALING}".replace("print(end", "print('ö', end")
+    (folder / "triage_model.py").write_bytes((mark + source).encode(encoding))
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu")
+    report = run_triage(InThisProcess(folder), case, kinds=(False,), cost=False)
+    assert report.findings
+    assert any(line.startswith("fixes: ") and said in line for line in report.absent), report.absent
+
+
 LISTED = """\
 import torch
 

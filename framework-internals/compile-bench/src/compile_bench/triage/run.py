@@ -15,6 +15,7 @@ from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.text import plural, short_place, shorten, some
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
+from compile_bench.catalogue.source import Source
 from compile_bench.fixes.fixer import Fixer, patch_root
 from compile_bench.fixes.types import Fix, Tried
 from compile_bench.measure.harness import Harness
@@ -175,6 +176,11 @@ class _Triage:
         places = tuple(dict.fromkeys((finding.file, finding.line) for finding in users))
         if not surveys or not places:
             return
+        for file in dict.fromkeys(file for file, _ in places):
+            try:
+                Source.read(Path(file))
+            except SyntaxError as error:  # of a file in another encoding, which Python reads
+                self.absent.append(f"fixes: {error}")
         self._root = root or patch_root([file for file, _ in places], Path.cwd())
         fixer = Fixer(self._harness, surveys[0].case, surveys, self._root, timed=self._cost)
         candidates = fixer.attempts(places)
