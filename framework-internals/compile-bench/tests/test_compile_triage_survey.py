@@ -575,6 +575,43 @@ def test_functions_that_compute_eagerly_are_seen():
     assert sys.getprofile() is None
 
 
+HOOKED = """\
+import torch
+
+
+class Hooked(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight.register_hook(lambda gradient: gradient / gradient.norm() if gradient.norm() > 1 else gradient)
+
+
+def target():
+    return Hooked(), (torch.ones(2, 4),)
+"""
+
+
+def test_hooks_that_a_copy_lacks_are_said(folder):
+    (folder / "triage_model.py").write_text(HOOKED)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu")
+    (note,) = survey(case).notes
+    assert note.startswith("hooks of weight are not looked at")
+    assert survey(replace(case, train=False)).notes == ()
+
+
+def test_a_hook_of_a_tensor_that_runs_in_the_backward_pass_is_seen():
+    torch.compiler.reset()
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+
+    def halved(gradient):
+        return gradient / 2
+
+    model.weight.register_hook(halved)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x).sum().backward()
+    (found,) = EagerWatch(model.modules(), user_code_filter()).run(lambda: compiled(x).sum().backward())
+    assert found.frame.function == "halved"
+
+
 def test_watching_adds_no_break():
     """Dynamo skips the frame of a function with a sparse argument and compiles what that frame calls."""
     torch.compiler.reset()

@@ -24,7 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in, has_packages
@@ -68,6 +68,8 @@ _SURFACE = (
     ("torch._inductor.config", "force_disable_caches"),
     ("torch._inductor.utils", "fresh_cache"),
     (_BENCHMARKING, "benchmarker.benchmark_gpu"),
+    ("torch", "Tensor._backward_hooks"),
+    ("torch", "Tensor._post_accumulate_grad_hooks"),
 )
 
 
@@ -196,6 +198,15 @@ def missing_surface() -> list[str]:
         except (ImportError, AttributeError):
             missing.append(f"{module}.{attribute}")
     return missing
+
+
+def hooked(model: nn.Module) -> list[str]:
+    """The parameters with hooks, which a copy of the model does not have."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
 
 
 def import_compiler() -> None:

@@ -35,6 +35,7 @@ from compile_bench.capture.collector import (
     FailingOperatorBackend,
     backend_of,
     compile_id,
+    hooked,
     resuming_in_loops,
     settings,
     untimed_guards,
@@ -43,7 +44,7 @@ from compile_bench.capture.collector import (
 from compile_bench.capture.eager_frames import EagerFrame, EagerWatch, lost_cuda_graphs, silent_functions
 from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import broken_in_error, merge_breaks, with_failing_lines
-from compile_bench.capture.text import distinct
+from compile_bench.capture.text import distinct, some
 from compile_bench.capture.trace import (
     BACKEND_FAILED,
     ITERATOR_IN_USE,
@@ -335,6 +336,12 @@ class TracingPass:
             # Dynamo reports the same error at the library's line, without the user's line.
             self.breaks = [met for met in self.breaks if met[1].place != place.library or not place.library]
             self.breaks.append((seed, place))
+
+
+def _without_hooks(target: Target) -> list[str]:
+    if not (hooks := hooked(target.model)) or hooked(target.copied()):
+        return []
+    return [f"hooks of {some(hooks)} are not looked at, nor do they run: steps are of copies, which have no such hooks"]
 
 
 def trace_target(
@@ -631,7 +638,11 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
         collect_seconds=seen.trace.handler_seconds,
         trace_seconds=seconds,
         user_files=frozenset(met.file for met in merged if user_code.is_user(met.file)),
-        notes=(*([f"the model {seen.eager_failure}"] if seen.eager_failure else ()), *hidden.notes),
+        notes=(
+            *([f"the model {seen.eager_failure}"] if seen.eager_failure else ()),
+            *(_without_hooks(target) if case.train else ()),
+            *hidden.notes,
+        ),
         eager_failure=seen.eager_failure,
         regions=target.model.text if isinstance(target.model, OwnRegions) else "",
         hidden=frozenset(place_of(met) for _, met in hidden.breaks),
