@@ -22,6 +22,13 @@ def test_info_names_every_back_end():
     assert "lowering under torch.compile on cpu-" in answer.output
 
 
+def test_info_refuses_a_way_to_choose_that_there_is_not(monkeypatch):
+    monkeypatch.setattr("lowering.choice._mode", "nope")
+    answer = runner.invoke(app, ["info"])
+    assert answer.exit_code == 2
+    assert answer.stderr == "rmsnorm-fused: LOWERING: expected one of off, replay, got 'nope'\n"
+
+
 def test_check_passes():
     answer = runner.invoke(app, ["check", "--shape", "33x100", "--dtype", "bfloat16", "--device", "cpu"])
     assert answer.exit_code == 0, answer.output

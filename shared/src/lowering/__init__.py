@@ -14,6 +14,7 @@ from lowering.choice import (
     added_table,
     check_lowering,
     choose,
+    describe,
     in_graph,
     keep_rows,
     load_table,
@@ -22,7 +23,6 @@ from lowering.choice import (
     recorded_calls,
     share_rows,
 )
-from lowering.rows import describe
 from lowering.table import (
     Choice,
     Direction,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+from benchkit import UserError
 from lowering import rows, tuned
 from lowering.table import Choice, Direction, Row, read_table
 from lowering.torch_private import annotate, constant_under_compile, exporting
@@ -239,6 +240,26 @@ def share_rows(sources: Sequence[str], device_type: str) -> None:
 def added_table() -> str:
     """Path of the table that was added to the committed one, or an empty string."""
     return _added
+
+
+def describe(sources: Mapping[str, str], device_type: str, added: str | None = None) -> str:
+    """What torch.compile takes here, as a page for a terminal.
+
+    Args:
+        sources: The import package with the kernel of each operator, by the operator's name.
+        device_type: Device type of the tensors.
+        added: Path of another table; None for the one that was added.
+
+    Raises:
+        benchkit.UserError: If the variable ``LOWERING`` asks for what there is not.
+    """
+    try:
+        asked = mode()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if asked == "off":
+        return f"lowering under torch.compile: the formula ({MODE_VARIABLE}=off)"
+    return rows.describe(sources, device_type, _added if added is None else added)
 
 
 @contextmanager

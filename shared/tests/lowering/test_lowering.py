@@ -283,6 +283,14 @@ def test_the_table_is_told_in_words(use):
     assert "the formula (no measured row); compile-bench tune" in lowering.describe({"cube": SOURCE}, "cpu")
 
 
+def test_what_the_variable_asks_for_is_told(monkeypatch):
+    monkeypatch.setattr(choice, "_mode", "off")
+    assert lowering.describe({"square": SOURCE}, "cpu") == "lowering under torch.compile: the formula (LOWERING=off)"
+    monkeypatch.setattr(choice, "_mode", "nope")
+    with pytest.raises(UserError, match="LOWERING: expected one of off, replay, got 'nope'"):
+        lowering.describe({"square": SOURCE}, "cpu")
+
+
 def test_classes_of_machines(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(table.processor, "vendor", lambda: "amd")

@@ -29,7 +29,7 @@ from custom_ops.builds import autograd_nodes, operator_library, skeleton
 from custom_ops.builds.loading import build_info, load, operators
 from custom_ops.operators.checks import DTYPES
 from custom_ops.roads import ahead_of_time, just_in_time
-from lowering import added_table, describe
+from lowering import describe
 
 DETERMINISM = "dq of 16-bit types varies in its last bits on Hopper, unless torch.use_deterministic_algorithms is on"
 
@@ -59,7 +59,7 @@ def info() -> None:
             print(f"without {what}: {why}")
         sources = dict.fromkeys((rules.name for rules in operators()), "custom_ops")
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            print(f"\n{describe(sources, device, added_table())}")
+            print(f"\n{describe(sources, device)}")
 
 
 def _build_library(out: Path) -> str:

@@ -18,7 +18,7 @@ from benchkit.processes import memory
 from benchkit.report import Cell, Column, Table, show
 from benchkit.timing import rotating_inputs
 from benchkit.timing.statistics import worst
-from lowering import added_table, describe
+from lowering import describe
 from native_build import ARCHITECTURES, read_record
 from rmsnorm_fused import rms_norm
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
@@ -56,10 +56,10 @@ def info() -> None:
         print(
             f"instruction set of the C++ kernels: {prebuild.cpu_level()} ({prebuild.LEVEL_VARIABLE} names a lower one)"
         )
-    names = ("rms_norm", "rms_norm_add", "rms_norm_float8", "layer_norm", "layer_norm_add")
-    operators = dict.fromkeys(names, "rmsnorm_fused")
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        print(f"\n{describe(operators, device, added_table())}")
+        names = ("rms_norm", "rms_norm_add", "rms_norm_float8", "layer_norm", "layer_norm_add")
+        operators = dict.fromkeys(names, "rmsnorm_fused")
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            print(f"\n{describe(operators, device)}")
 
 
 @app.command()
