@@ -125,6 +125,22 @@ def test_a_hook_that_keeps_values_is_not_to_be_removed(body, removable):
     assert bool(advise([CAUSES["hook-with-side-effect"]], use)) is removable
 
 
+@pytest.mark.parametrize(
+    ("line", "advised"),
+    [
+        ("self.kept.append(x)", True),
+        ("self.kept.append(x.norm().item())", False),  # a number, which needs no tensor
+        (
+            "self.weight.register_hook(lambda g: self.kept.append(g))",
+            False,
+        ),  # what a hook returns replaces the gradient
+    ],
+)
+def test_what_can_be_returned_is_a_tensor_of_a_function(line, advised):
+    use = Use.of_guard(*program(f"{line}  #!\nreturn x"), "len(self.kept) == 1")
+    assert bool(advise([CAUSES["kept-activations"]], use)) is advised
+
+
 def test_a_number_of_numpy_is_no_tensor():
     for value, advised in (("np.percentile(x.numpy(), 90)", False), ("x.max()", True)):
         use = Use(*program(f"q = {value}\nreturn x * float(q)  #!"))

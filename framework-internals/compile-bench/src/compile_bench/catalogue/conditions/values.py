@@ -182,9 +182,17 @@ def argument_of(*names: str, text: str) -> Condition:
 
 @condition("the model only appends to it")
 def appended_only(use: Use) -> bool:
-    return bool(use.loads) and all(
-        isinstance(around := use.syntax.parents[load], ast.Attribute) and around.attr in KEEPING for load in use.loads
-    )
+    return bool(use.loads) and all(_is_appended_to(use, load) for load in use.loads)
+
+
+def _is_appended_to(use: Use, load: ast.expr) -> bool:
+    """Whether a load is for appending a tensor, and not a number, in a function that can return the tensor instead."""
+    around = list(use.syntax.above(load))
+    if not (isinstance(around[0], ast.Attribute) and around[0].attr in KEEPING):
+        return False
+    calls = (part for part in ast.walk(around[1]) if isinstance(part, ast.Call))
+    numbers = any(name_of(call.func) in ("item", "tolist", "float", "int") for call in calls)
+    return not numbers and not any(isinstance(outer, ast.Lambda) for outer in around)
 
 
 @condition("the class sets it to a value that does not depend on what is passed in")
