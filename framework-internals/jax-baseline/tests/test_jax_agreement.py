@@ -20,6 +20,7 @@ from jax_baseline.parity.rounding import jax_in_float64, torch_in_float64, torch
 X = np.random.default_rng(0).standard_normal((8, 32), np.float32)
 W = np.random.default_rng(1).standard_normal((32, 32), np.float32)
 GELU = torch.nn.functional.gelu
+TENTHS = torch.tensor([-0.3, 0.1, 0.7])
 
 
 def once(side):
@@ -37,10 +38,11 @@ def once(side):
 
 @once
 def of_torch(function, *arrays):
-    def run(given, seed, *, wide):
+    def run(given, seed, *, wide, ties=False):
         tensors = [to_torch(one, wide) for one in given]
-        with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():
-            return torch_arrays([function(*tensors)])
+        with torch_noise(seed, not wide, ties), torch_in_float64() if wide else nullcontext():
+            results = function(*tensors)
+            return torch_arrays(results if isinstance(results, tuple) else [results])
 
     return run(arrays, None, wide=False), measure(run, arrays)
 
@@ -52,13 +54,14 @@ def to_torch(array, wide):
 
 @once
 def of_jax(function, *arrays):
-    def run(given, seed, *, wide):
+    def run(given, seed, *, wide, ties=False):
         with jax.enable_x64(wide), jax_in_float64() if wide else nullcontext():
             if seed is None:
                 called = jax.jit(function, compiler_options=ROUND_AS_WRITTEN)
             else:
-                called = with_noise(function, seed, exact_constants=not wide)
-            return [np.asarray(called(*(jnp.asarray(one, jnp.float64 if wide else None) for one in given)))]
+                called = with_noise(function, seed, exact_constants=not wide, ties=ties)
+            results = called(*(jnp.asarray(one, jnp.float64 if wide else None) for one in given))
+            return [*map(np.asarray, jax.tree.leaves(results))]
 
     return run(arrays, None, wide=False), measure(run, arrays)
 
@@ -199,6 +202,70 @@ def test_equal_functions_of_unusual_inputs_are_the_same(torch_function, jax_func
     found = verdict(torch_function, jax_function, arrays[array])
     assert found.same, found.text
     assert array != 4 or "on inputs times 1/16" in found.text
+
+
+@pytest.mark.parametrize(
+    ("torch_function", "jax_function", "where"),
+    [
+        (lambda x: (x * 10).round().clamp(-127, 127).int(), lambda x: jnp.round(x * 10).astype(jnp.int32), "times 16"),
+        (lambda x: x > 0, lambda x: x >= 0, "with zeros"),
+        (lambda x: x.round().int(), lambda x: jnp.floor(x + 0.5).astype(jnp.int32), "of multiples of 1/2"),
+        (lambda x: x.clamp(max=10).argmax(-1), lambda x: x.argmax(-1), "times 16"),
+        (lambda x: x > x.mean(-1, keepdim=True), lambda x: x > x.mean(-1, keepdims=True), ""),
+        (lambda x: torch.bucketize(x, TENTHS), lambda x: jnp.searchsorted(jnp.asarray(TENTHS.numpy()), x), ""),
+        (
+            lambda x: (x / (x.abs().amax() / 127)).round().int(),
+            lambda x: jnp.round(x * (127 / jnp.abs(x).max())).astype(jnp.int32),
+            "",
+        ),
+    ],
+    ids=["clamp", "comparison", "half to even", "ties", "mean", "buckets", "quantiser"],
+)
+def test_integers_are_compared_on_the_other_inputs(torch_function, jax_function, where):
+    found = verdict(torch_function, jax_function, X)
+    assert (found.same, found.where) == (not where, where), found.text
+    assert f"on inputs {where or 'times 16, times 1000'}" in found.text
+
+
+@pytest.mark.parametrize(
+    ("torch_function", "jax_function", "noted"),
+    [
+        (lambda x: x.argsort(-1), lambda x: x.argsort(-1), "with zeros"),  # torch sorts equal numbers in any order
+        (lambda x: x.topk(24).indices, lambda x: jax.lax.top_k(x, 24)[1], "with zeros"),
+        (lambda x: x.tanh().argmax(-1), lambda x: jnp.tanh(x).argmax(-1), "times 16"),  # where both are almost 1
+        # The exponential overflows in one formula, which a comparison hides.
+        (lambda x: x.sigmoid() > 0.5, lambda x: jnp.exp(x) / (1 + jnp.exp(x)) > 0.5, "times 1000"),
+    ],
+    ids=["argsort", "top", "saturated", "overflow"],
+)
+def test_integers_that_equal_elements_or_an_overflow_decide_are_noted(torch_function, jax_function, noted):
+    found = verdict(torch_function, jax_function, X)
+    assert found.same, found.text
+    assert f"on inputs {noted} result 0 differs by" in found.text
+
+
+@pytest.mark.parametrize(
+    ("torch_function", "jax_function", "says"),
+    [
+        (
+            lambda x: x / x.abs(),
+            lambda x: jnp.where(x == 0, jnp.inf, jnp.sign(x)),
+            "NOT THE SAME FUNCTION: on inputs with",
+        ),
+        (lambda x: x / x.abs(), lambda x: x / jnp.abs(x), "THE SAME FUNCTION"),
+        (torch.log, jnp.log, "THE SAME FUNCTION"),
+        (
+            lambda x: torch.where(x.abs() > 9, torch.nan, x),
+            lambda x: jnp.where(jnp.abs(x) > 9, jnp.inf, x),
+            "on inputs times 16 result 0 is not finite at the same places of both, or not in the same way",
+        ),
+    ],
+    ids=["NaN and infinity", "NaN", "NaN and infinity of both", "scaled"],
+)
+def test_what_is_not_finite_on_the_other_inputs_has_its_places(torch_function, jax_function, says):
+    found = verdict(torch_function, jax_function, X)
+    assert says in found.text
+    assert found.same == (not says.startswith("NOT"))
 
 
 def test_results_that_are_finite_on_one_side_only_are_noted():
@@ -404,6 +471,15 @@ def test_a_bias_inside_the_bound_is_a_difference(torch_function, jax_function, s
     found = verdict(torch_function, jax_function, x)
     assert found.same == (not says), found.text
     assert says in found.text
+
+
+def test_no_side_is_said_to_round_more_where_float64_can_not_be_judged():
+    """Gradients that cancel on one side alone are zero there, and nothing but rounding with noise."""
+    found = verdict(lambda x: (x, x.round()), lambda x: (x, x - x), X)
+    assert found.where == "own dtype"
+    assert "in float64 result 1, float64[8,32], differs by" in found.text
+    assert "which hides whether the functions agree" in found.text
+    assert "functions agree, so" not in found.text
 
 
 def test_a_random_function_is_refused_and_a_repeatable_one_is_not():

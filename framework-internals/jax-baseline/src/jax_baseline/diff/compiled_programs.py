@@ -93,18 +93,18 @@ class JaxProgram:
         from jax_baseline.parity.pairs.pair import in_jax
         from jax_baseline.parity.rounding import jax_in_float64, with_noise
 
-        def results(arguments: Sequence[Any], seed: int | None, *, wide: bool) -> list[NDArray]:
+        def results(arguments: Sequence[Any], seed: int | None, *, wide: bool, ties: bool = False) -> list[NDArray]:
             if seed is None:
                 function = jax.jit(self._function, compiler_options=ROUND_AS_WRITTEN)
             else:
-                function = with_noise(self._function, seed, exact_constants=not wide)
+                function = with_noise(self._function, seed, exact_constants=not wide, ties=ties)
             return [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arguments))]
 
-        def run(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
+        def run(arrays: Sequence[NDArray], seed: int | None, *, wide: bool, ties: bool = False) -> list[NDArray]:
             if not wide:
                 return results(self._arguments, seed, wide=False)
             with jax.enable_x64(True), jax_in_float64():
-                return results(in_jax(arrays, jnp.float64), seed, wide=True)
+                return results(in_jax(arrays, jnp.float64), seed, wide=True, ties=ties)
 
         if not self._sketched:
             return measure(run, (), narrow_only=True)
@@ -263,7 +263,7 @@ def _torch_model(spec: ModelSpec) -> TorchCall:
         loss.backward()
         return [loss.detach(), *(grad for name in order if (grad := parameters[name].grad) is not None)]
 
-    def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
+    def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool, ties: bool = False) -> list[NDArray]:
         with torch_noise(seed):
             return torch_arrays(results(loss_of))
 
@@ -326,9 +326,9 @@ def _torch_function(spec: FunctionSpec) -> TorchCall:
             *(torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in gradients),
         ]
 
-    def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool) -> list[NDArray]:
+    def eager(arrays: Sequence[NDArray], seed: int | None, *, wide: bool, ties: bool = False) -> list[NDArray]:
         arguments = tensors(arrays, wide=wide)
-        with torch_noise(seed, not wide), torch_in_float64() if wide else nullcontext():
+        with torch_noise(seed, not wide, ties), torch_in_float64() if wide else nullcontext():
             return torch_arrays(results(function, arguments))
 
     with errors_of(spec.function), FloatingTypes() as seen:

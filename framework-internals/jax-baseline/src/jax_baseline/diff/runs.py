@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from jax_baseline.diff.programs import Rounding, Tensor, sketch
 
 CONTROLS = 8  # runs with noise on the inputs
 OTHER_CONTROLS = 3  # on each of the other inputs
+SCALES = {"times 16": 16, "times 1000": 1000, "times 1/16": 1 / 16}  # other inputs that are the given ones, scaled
 
 Arrays = Sequence[NDArray]
 
@@ -20,8 +22,8 @@ Arrays = Sequence[NDArray]
 class Run(Protocol):
     """Calls a function: on ``arrays``, with noise of a seed or without noise, in float64 or as it is."""
 
-    def __call__(self, arrays: Arrays, seed: int | None, *, wide: bool) -> Sequence[Any]:
-        """Return the results as arrays."""
+    def __call__(self, arrays: Arrays, seed: int | None, *, wide: bool, ties: bool = False) -> Sequence[Any]:
+        """Return the results as arrays; with ``ties``, noise orders equal elements at random."""
 
 
 def measure(run: Run, arrays: Arrays, *, narrow_only: bool = False, kinks: bool = True) -> Rounding:
@@ -31,10 +33,10 @@ def measure(run: Run, arrays: Arrays, *, narrow_only: bool = False, kinks: bool 
     Without ``kinks`` no inputs with equal numbers or zeros are tried, where a gradient is a convention.
     """
 
-    def repeated(given: Arrays, controls: int, wide: bool) -> tuple[tuple[Tensor, ...], ...]:
+    def repeated(given: Arrays, controls: int, wide: bool, ties: bool = False) -> tuple[tuple[Tensor, ...], ...]:
+        results = (run(given, seed, wide=wide, ties=ties) for seed in (None, *range(controls)))
         return tuple(
-            tuple(tensor_of(index, result, not narrow_only) for index, result in enumerate(run(given, seed, wide=wide)))
-            for seed in (None, *range(controls))
+            tuple(tensor_of(index, array, not narrow_only) for index, array in enumerate(arrays)) for arrays in results
         )
 
     native = repeated(arrays, CONTROLS, wide=False)
@@ -47,7 +49,7 @@ def measure(run: Run, arrays: Arrays, *, narrow_only: bool = False, kinks: bool 
         return Rounding(native, missing=first_line(error)[:200])
     for name, changed in other_inputs(arrays, kinks):
         try:
-            others[name] = repeated(changed, OTHER_CONTROLS, wide=True)
+            others[name] = repeated(changed, OTHER_CONTROLS, wide=True, ties=True)
         except Exception:  # noqa: S112 - these inputs may be outside the function's domain
             continue
     return Rounding(native, wide, others, repeated=again)
@@ -71,9 +73,7 @@ def other_inputs(arrays: Arrays, kinks: bool = True) -> Iterator[tuple[str, Arra
         return [_alike(array, change) if index in which else array for index, array in enumerate(arrays)]
 
     for name, which, change in (
-        ("times 16", large, lambda x: 16 * x),
-        ("times 1000", large, lambda x: 1000 * x),
-        ("times 1/16", free, lambda x: x / 16),
+        *((name, large if scale > 1 else free, partial(np.multiply, scale)) for name, scale in SCALES.items()),
         ("of the opposite sign", signed, np.negative),
         ("with zeros", signed if kinks else [], _with_zeros),
         ("of multiples of 1/2", signed if kinks else [], _halves),

@@ -20,6 +20,7 @@ from benchkit import UserError, numbers
 from benchkit.timing.statistics import worst
 from jax_baseline.diff.programs import Rounding, Tensor
 from jax_baseline.diff.region_diff import difference_between
+from jax_baseline.diff.runs import SCALES
 from jax_baseline.parity import comparer
 from jax_baseline.parity.comparer import LARGEST_BOUND, REPEATABLE, Bounds, Compared
 
@@ -29,6 +30,7 @@ _FLOOR = 16
 # Far from the inputs libraries take shortcuts: softplus of torch is x above 20, 2e-9 less. So its ε is float32's there.
 # A bias too: functions of half precision are computed in float32 and rounded once.
 _FLOAT32_FLOOR = _FLOOR * float(np.finfo(np.float32).eps)
+_LARGEST = max(SCALES, key=lambda name: SCALES[name])
 
 Results = Sequence[Tensor]
 Runs = Sequence[Results]  # without noise, then with
@@ -53,6 +55,7 @@ class _Stage:
 
     tensors: Results
     values: Mapping[int, Compared]
+    advice: str = "; use inputs with finite results"
 
     @property
     def within(self) -> bool:
@@ -69,7 +72,7 @@ class _Stage:
     def said(self, index: int) -> str:
         what, value = f"result {index}, {self.tensors[index]}", self.values[index]
         if math.isnan(value.deviation):
-            return f"{what}, is not finite at the same places of both, or nowhere; use inputs with finite results"
+            return f"{what}, is not finite at the same places of both, or nowhere{self.advice}"
         figures = (numbers.error_size(number) for number in (value.deviation, value.bound))
         return "{}, differs by {} (bound {})".format(what, *figures)
 
@@ -109,13 +112,16 @@ def judge(
     own = _stage(one, other, [side.native for side in rounding], min)
     in_own = f"in the dtype of the inputs {own}"
     if not own.within:
-        coarse = "in float64 the functions agree, so one side rounds more" if wide else ""
-        if wide and precision[0] != precision[1]:
+        in_float64, agree = _in_float64_too(wide, own.furthest)
+        coarse = "in float64 the functions agree, so one side rounds more" if agree else ""
+        if agree and precision[0] != precision[1]:
             settings = (f"{how!r} in {name}" for how, name in zip(precision, names, strict=True))
             coarse += f"; likely cause: float32 matrices are multiplied in {' and '.join(settings)}"
         return _different(in_own, *missing, in_float64, coarse, where="own dtype")
     if (biased := comparer.divergence(_biases(one, other, rounding))) is not None:
-        rounds = f"in float64 the functions agree, so {_who_rounds(biased[0][0], rounding, names)}" if wide else ""
+        index = biased[0][0]
+        in_float64, agree = _in_float64_too(wide, index)
+        rounds = f"in float64 the functions agree, so {_who_rounds(index, rounding, names)}" if agree else ""
         return _different(f"{in_own}; but {_bias(biased, names)}", *missing, in_float64, rounds, where="own dtype")
     elsewhere, notes = _elsewhere(rounding, names)
     if (parted := comparer.divergence((name, stage.values) for name, stage in elsewhere.items())) is not None:
@@ -144,6 +150,17 @@ def require_repeatable(rounding: Rounding, name: str) -> None:
             )
 
 
+def _in_float64_too(wide: _Stage | None, index: int) -> tuple[str, bool]:
+    """Say how far a result that differs in its own dtype does in float64, and whether the functions agree there."""
+    if wide is None:
+        return "", False
+    said, value = f"in float64 {wide.said(index)}", wide.values[index]
+    if value.bound <= LARGEST_BOUND or value.deviation <= REPEATABLE:
+        return said, True
+    vague = f"rounding alone moves it by more than {LARGEST_BOUND:.0%} there, which hides whether the functions agree"
+    return f"{said}; {vague}", False
+
+
 def _different(*parts: str, where: str) -> Agreement:
     return Agreement(False, _sentence("NOT THE SAME FUNCTION", *parts), where)
 
@@ -170,36 +187,64 @@ def _in_float64(rounding: tuple[Rounding, Rounding]) -> _Stage | None:
 
 
 def _stage(
-    one: Results, other: Results, runs: Sequence[Runs], chosen: Callable[[Iterable[float]], float], least: float = 0.0
+    one: Results,
+    other: Results,
+    runs: Sequence[Runs],
+    chosen: Callable[[Iterable[float]], float],
+    elsewhere: bool = False,
 ) -> _Stage:
-    """Compare results under bounds from the noise on the side that is ``chosen``: that which it moves more, or less."""
+    """Compare results under bounds from the noise on the side that is ``chosen``: that which it moves more, or less.
+
+    Integers do not round. But on the other inputs, ``elsewhere``, operands of a comparison may be equal, and elements
+    that are ordered too. Noise then moves a result, and one of both sides shows a difference of the functions.
+    """
     bounds = Bounds(len(runs[0]) - 1, len(one))
     values = {}
     for index, pair in enumerate(zip(one, other, strict=True)):
         eps = max(map(_eps, pair))
-        stray = chosen(_stray(side, index) for side in runs)
-        bound = bounds.bound([stray], max(_FLOOR * eps, least)) if eps else 0.0  # integers do not round
+        stray = (chosen if eps else min)(_stray(side, index) for side in runs)
+        floor = max(_FLOOR * eps, _FLOAT32_FLOOR * elsewhere) if eps else 0.0
+        bound = bounds.bound([stray], floor) if eps or elsewhere else 0.0
         values[index] = Compared(difference_between(*pair), bound)
     return _Stage(one, values)
 
 
 def _elsewhere(rounding: tuple[Rounding, Rounding], names: tuple[str, str]) -> tuple[dict[str, _Stage], list[str]]:
-    """Compare finite numbers with a fraction on the other inputs, and note results that are finite on one side only."""
+    """Compare results on the other inputs, and note what is not judged there.
+
+    Where both have something that is not finite, it has to be the same at the same places. On scaled inputs it need
+    not: where numbers leave the range of float64 depends on the formula. An integer does not show that they did, so it
+    is not judged on the largest inputs.
+    """
     stages: dict[str, _Stage] = {}
     notes = []
     for name in (name for name in rounding[0].others if name in rounding[1].others):
         one, other = (side.others[name] for side in rounding)
-        evidence = []
+        stage = _stage(one[0], other[0], (one, other), max, elsewhere=True)
+        evidence = {}
         for index, pair in enumerate(zip(one[0], other[0], strict=True)):
-            finite = [*map(_finite, pair)]
+            finite, value = [*map(_finite, pair)], stage.values[index]
+            where = f"on inputs {name} result {index}"
             if any(finite) and not all(finite):
-                notes.append(f"on inputs {name} result {index} is finite in {names[finite.index(True)]} only")
-            if all(finite) and _eps(pair[0]):
-                evidence.append(index)
-        values = _stage(one[0], other[0], (one, other), max, _FLOAT32_FLOOR).values
+                notes.append(f"{where} is finite in {names[finite.index(True)]} only")
+            elif not any(finite) and _same_sketch(*pair):
+                continue
+            elif math.isnan(value.deviation) and name in SCALES:
+                notes.append(f"{where} is not finite at the same places of both, or not in the same way")
+            elif name == _LARGEST and not _eps(pair[0]) and not value.within:
+                notes.append(f"{where} differs by {numbers.error_size(value.deviation)}, and is not judged")
+            else:
+                evidence[index] = value
+                if value.within and value.deviation > _FLOAT32_FLOOR and value.bound > LARGEST_BOUND:
+                    apart = numbers.error_size(value.deviation)
+                    notes.append(f"{where} differs by {apart}, as rounding or the order of equal elements may move it")
         if evidence:
-            stages[name] = _Stage(one[0], {index: values[index] for index in evidence})
+            stages[name] = _Stage(one[0], evidence, advice="")
     return stages, notes
+
+
+def _same_sketch(one: Tensor, other: Tensor) -> bool:
+    return np.array_equal(one.sketch or (), other.sketch or (), equal_nan=True)
 
 
 _Biased = tuple[int, Tensor, tuple[float, float]]  # a result and its bias: of the norm and of the mean

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from jax.extend import core
 from jax.extend.core import Primitive
+from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +38,9 @@ _JUMPS = frozenset({
     "ge", "argmax", "argmin", "sort", "topk", "nonzero", "isnan", "isinf", "isfinite", "bernoulli", "rem", "is_finite",
     "reduce_precision", "argsort", "top_k", "bitcast_convert_type", "_local_scalar_dense",
 })  # fmt: skip
+# Of them, those that order elements. Which of equal ones comes first is often open: torch's sort is not stable.
+_ORDERS = frozenset({"argmax", "argmin", "sort", "topk", "top_k", "argsort"})
+_TINY = 1e-300  # what a zero becomes where noise orders equal elements at random
 _AUTOCAST = ("linear", "mm", "matmul", "conv", "scaled_dot_product_attention")  # parts of what autocast narrows
 # Operands that an operation writes into though its schema does not say so: running statistics.
 _WRITTEN = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4))
@@ -79,18 +83,21 @@ class Noise(TorchDispatchMode):
 
     Arrays of whole numbers stay as they are, for they are exact. In-place operations, such as an optimizer's, read
     their operands as they are. With ``exact_constants``, single numbers that are not made from arrays stay as they
-    are: noise of a constant moves a result by the same factor everywhere, which rounding does not.
+    are: noise of a constant moves a result by the same factor everywhere, which rounding does not. With ``ties``, for
+    float64, operations that order elements read them moved too, so that equal ones come in a random order.
     """
 
-    def __init__(self, seed: int, exact_constants: bool = False) -> None:
+    def __init__(self, seed: int, exact_constants: bool = False, ties: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._computed = _Computed() if exact_constants else None
+        self._computed, self._ties = _Computed() if exact_constants else None, ties
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self._factors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation on moved operands."""
-        exact, written = _kind(func)
+        exact, orders, written = _kind(func)
+        if orders and self._ties:
+            args = converted(self._in_random_order, args)
         dtype = (kwargs or {}).get("dtype")  # a conversion to whole numbers jumps too
         if exact or (dtype is not None and not (dtype.is_floating_point or dtype.is_complex)):
             return self._noted(args, func(*args, **(kwargs or {})))
@@ -110,6 +117,14 @@ class Noise(TorchDispatchMode):
         constant = self._computed is not None and x.ndim == 0 and x not in self._computed
         if not x.is_floating_point() or x.numel() == 0 or constant or _is_whole(x):
             return x
+        return self._by_factors(x)
+
+    def _in_random_order(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.numel() == 0:
+            return x
+        return self._by_factors(torch.where(x == 0, _TINY, x))
+
+    def _by_factors(self, x: torch.Tensor) -> torch.Tensor:
         key = (x.dtype, x.device)
         if key not in self._factors:
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -132,12 +147,12 @@ def _is_whole(x: torch.Tensor) -> bool:
 
 
 @cache
-def _kind(operation: Any) -> tuple[bool, Sequence[int]]:
-    """Whether an operation of torch reads its operands as they are, and which of them it writes into."""
+def _kind(operation: Any) -> tuple[bool, bool, Sequence[int]]:
+    """Whether an operation of torch reads its operands as they are, and orders them; and which it writes into."""
     schema = operation._schema
     name = schema.name.rpartition("::")[2]
     views = any(returned.alias_info for returned in schema.returns)
-    return name in _JUMPS or schema.is_mutable or views, _WRITTEN.get(name, ())
+    return name in _JUMPS or schema.is_mutable or views, name in _ORDERS, _WRITTEN.get(name, ())
 
 
 def converted(convert: Callable[[Any], Any], arguments: Any) -> Any:
@@ -149,9 +164,9 @@ def converted(convert: Callable[[Any], Any], arguments: Any) -> Any:
     return convert(arguments)
 
 
-def torch_noise(seed: int | None, exact_constants: bool = False) -> AbstractContextManager[object]:
+def torch_noise(seed: int | None, exact_constants: bool = False, ties: bool = False) -> AbstractContextManager[object]:
     """Inside, torch computes with rounding noise; without, if the seed is None."""
-    return nullcontext() if seed is None else Noise(seed, exact_constants)
+    return nullcontext() if seed is None else Noise(seed, exact_constants, ties)
 
 
 class _Computed:
@@ -175,6 +190,7 @@ def with_noise(
     record: Callable[[core.JaxprEqn, Sequence[Any], Sequence[Any]], None] = lambda eqn, operands, results: None,
     exact_constants: bool = False,
     part: Callable[[Any, Any], None] = lambda made, of: None,
+    ties: bool = False,
 ) -> Callable[..., Any]:
     """Return a JAX function that runs operation by operation on moved operands; see :class:`Noise`.
 
@@ -192,6 +208,14 @@ def with_noise(
         given = np.asarray(x if isinstance(x, jax.Array) else jnp.asarray(x))
         if ((given == np.rint(given)) & (np.abs(given) <= _WHOLE / float(jnp.finfo(given.dtype).eps))).all():
             return given
+        return by_factors(given)
+
+    def in_random_order(x: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.size(x) == 0:
+            return x
+        return by_factors(np.where(np.asarray(x) == 0, _TINY, np.asarray(x)))
+
+    def by_factors(given: NDArray) -> NDArray:
         start = int(generator.integers(_POOL.size // 2))
         part = np.resize(_POOL[start : start + given.size], given.shape)  # repeated if there are not as many
         wide = jnp.promote_types(given.dtype, jnp.float32)
@@ -203,6 +227,8 @@ def with_noise(
     def noisy(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         whole = not jnp.issubdtype(eqn.params.get("new_dtype", jnp.float32), jnp.inexact)
         exact = whole or eqn.primitive.name in _JUMPS
+        if ties and eqn.primitive.name in _ORDERS:
+            operands = [*map(in_random_order, operands)]
         results = bind(eqn, operands if exact else [*map(moved, operands)])
         if computed is not None:
             computed.add(operands, results)
