@@ -87,6 +87,22 @@ def jax_square(params, x):
     return jnp.square(jax_linear(params, x)).mean()
 
 
+def test_a_learning_rate_in_a_tensor_is_one_of_float64_too():
+    def loss(model, x):
+        return model(x).square().mean()
+
+    pair = small_pair(
+        loss,
+        jax_square,
+        torch_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.01)),
+        jax_optimizer=optax.sgd(0.01),
+    )
+    outcome = run(pair, "float64")
+    assert outcome.verdict == "PARITY", str(outcome)
+    outcome = run(dataclasses.replace(pair, jax_optimizer=optax.sgd(0.01 * (1 + 1e-9))), "float64")
+    assert outcome.verdict == "NO PARITY", str(outcome)
+
+
 class Drawing(nn.Module):
     """A linear layer, and something that draws."""
 

@@ -50,7 +50,8 @@ class TorchSide:
         exact = self.widening is None or self.widening.exact
         self.model = self.pair.copied_model(self._dtype, buffers=exact)
         self._noise = torch_noise(self._seed)
-        self._optimizer = self.pair.optimizer_of_torch(self.model)
+        with self.computing():  # a learning rate may be a tensor
+            self._optimizer = self.pair.optimizer_of_torch(self.model)
         self._initial = self.state()
         self.changed: set[str] = set()
         self.without_gradient: set[str] = set()  # in a step: torch's optimizers leave such a parameter out
