@@ -310,6 +310,24 @@ PLANTED = {
         lambda x: jnp.tanh(jax.nn.gelu(jax.nn.softmax(scores(x).astype(jnp.float32)).astype(x.dtype) @ x)),
         "approximate='tanh' instead of 'none'",
     ),
+    "no mask that is added by hand": (
+        HEADS,
+        lambda x: ((x @ x.mT + torch.from_numpy(np.where(SOME, 0.0, -1e9))).softmax(-1) @ x).tanh(),
+        lambda x: jnp.tanh(jax.nn.softmax(scores(x)) @ x),
+        "no mask",
+    ),
+    "no residual": (
+        ROWS,
+        lambda x: (x + (x @ wide(6, 6)).tanh()).square().mean(),
+        lambda x: jnp.square(jnp.tanh(x @ drawn(6, 6))).mean(),
+        "JAX computes what follows without this operation: it is left out or elsewhere",
+    ),
+    "no added bias": (
+        ROWS,
+        lambda x: (x @ wide(6, 6) + wide(6, seed=2)).tanh().square().mean(),
+        lambda x: jnp.square(jnp.tanh(x @ drawn(6, 6))).mean(),
+        "JAX computes what follows without this operation: it is left out or elsewhere",
+    ),
     "a norm after the sum instead of before the product": (
         ROWS,
         lambda x: x + functional.layer_norm(x, (6,)) @ wide(6, 6),
@@ -329,7 +347,7 @@ FAST = (
     "a transposed convolution", "rotary halves and neighbours", "a quotient to zero", "a mask that is added",
     "running statistics in float32", "heads split in another order", "epsilon behind what is written into views",
     "another activation inside shard_map", "a softmax in float32", "SAME padding", "groups", "a forget bias",
-    "no label smoothing", "the reset gate",
+    "no label smoothing", "the reset gate", "no mask that is added by hand", "no residual", "no added bias",
 )  # fmt: skip
 
 

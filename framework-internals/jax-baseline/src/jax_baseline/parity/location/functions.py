@@ -190,8 +190,9 @@ class _Trial:
             if operand.numel() != self._first.values[0].size:
                 continue
             nearest = itertools.islice(self._evidence(self._first.number, operand.reshape(shape)), 2)
-            if met := [self._meets(number, result) for number, result in nearest]:
-                return all(met)  # one alone may be another part of JAX's formula
+            met = [self._meets(number, result) for number, result in nearest]
+            if met and all(met):  # one alone may be another part of JAX's formula
+                return True
         return False
 
     def _meets(self, number: int, value: torch.Tensor) -> bool:

@@ -40,6 +40,7 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hardswish": functional.hardswish,
     "mish": functional.mish,
 }
+_HIDES = -1e3  # what is added to a score below hides it
 HIDDEN = -1e9  # a finite number where a mask hides; others act alike
 DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
 MASKINGS = ("masked_fill", "masked_fill_", "where", "add")
@@ -263,7 +264,7 @@ def _other_masks(mask: torch.Tensor | None) -> Iterator[tuple[str, torch.Tensor 
         yield "a mask that hides what is 0 instead of adding 0 and 1", torch.where(mask == 0, hidden, zeros)
         yield "a mask that hides what is 1 instead of adding 0 and 1", torch.where(mask == 1, hidden, zeros)
     elif bool((mask <= 0).all()):
-        yield "−inf where the mask hides", torch.where(mask < -1e3, hidden, mask)
+        yield "−inf where the mask hides", torch.where(mask < _HIDES, hidden, mask)
 
 
 def _other_attention(call: Call) -> Variants:
@@ -290,14 +291,17 @@ def _other_maskings(call: Call) -> Variants:
         for own, other in (("self", "other"), ("other", "self")):
             if isinstance(given[own], torch.Tensor) and isinstance(given[other], torch.Tensor) and given["alpha"] == 1:
                 for words, mask in _other_masks(given[own]):
-                    yield words, given[other] if mask is None else given[other] + mask
+                    if mask is not None:
+                        yield words, given[other] + mask
+                    elif bool(((given[own] == 0) | (given[own] < _HIDES)).all()):  # not a residual or a bias
+                        yield words, given[other]
         return
     if name == "where":
         mask, scores, number = given["condition"], given["self"], given["other"]
         mask, number = ~mask, number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
     else:
         mask, scores, number = given["mask"], given["self"], given["value"]
-    if not isinstance(number, (int, float)) or not isinstance(scores, torch.Tensor) or number > -1e3:
+    if not isinstance(number, (int, float)) or not isinstance(scores, torch.Tensor) or number > _HIDES:
         return
     yield "no mask", scores
     yield "the mask inverted", scores.masked_fill(~mask, number)
