@@ -176,6 +176,11 @@ PLANTED = {
         optax.sgd(0.1, 0.9),
         "dampening of the momentum, 0.1 in torch and 0 in JAX",
     ),
+    "dampening as large as the momentum": (
+        functools.partial(MOMENTUM, dampening=0.9),
+        optax.sgd(0.1, 0.9),
+        "dampening of the momentum, 0.9 in torch and 0 in JAX",
+    ),
     "averaged gradients": (
         MOMENTUM,
         chain(optax.ema(0.9, debias=False), optax.scale(-0.1)),
@@ -247,6 +252,7 @@ def cause(torch_factory, jax_optimizer):
 FAST = (
     "L2 and decoupled decay", "the defaults of AdamW", "decay before clipping", "clipping by norm and by element",
     "epsilon inside the root", "no bias correction", "AMSGrad", "Nesterov", "averaged gradients",
+    "dampening as large as the momentum",
     "the learning rate in float32", "a schedule one step late", "another optimizer", "the defaults of Adagrad",
     "two settings", "an unknown optimizer in torch",
 )  # fmt: skip

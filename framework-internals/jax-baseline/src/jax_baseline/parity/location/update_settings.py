@@ -210,7 +210,7 @@ SETTINGS = (
         "dampening of the momentum",
         belongs=lambda rule: bool(rule.momentum),
         starts=(0.5,),
-        values=lambda rule: (rule.momentum,),
+        values=lambda rule: (0.0, rule.momentum),
     ),
     Setting(
         "beta1",

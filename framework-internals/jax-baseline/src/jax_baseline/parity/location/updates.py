@@ -27,6 +27,7 @@ UNKNOWN, LIKELY = "cause not identified", "likely cause"
 _SCALES = (1e-3, 1e3)  # of the drawn gradients
 _STEPS = 6  # at least: bias correction and schedules show
 _ELEMENTS = 512  # of all parameters together
+_NEARLY_ZERO = 1e-9
 _BELOW_ONE = ("beta1", "beta2", "momentum", "dampening")
 
 Weights = Mapping[str, NDArray]
@@ -72,8 +73,8 @@ def why_updates_differ(
         theirs, ours = (_trace(paths, list(weights), group.names) for paths in (of_torch, of_jax))
         if cause := _cause(theirs, ours, group):
             causes.setdefault(cause, []).extend(group.names)
-    if len(causes) == 1 and next(iter(causes)) != UNKNOWN:
-        return f"{LIKELY}: {next(iter(causes))}"
+    if len(causes) == 1 and not (cause := next(iter(causes))).startswith(UNKNOWN):
+        return f"{LIKELY}: {cause}"
     if not causes:
         return ""
     known = [f"{cause} (of {', '.join(names)})" for cause, names in causes.items() if not cause.startswith(UNKNOWN)]
@@ -301,8 +302,13 @@ def _solved(rule: Rule, free: Sequence[str], trace: Trace) -> Fit:
         if better is None:
             break
         best = better
-    # Where every gradient is clipped, another rate would hide another limit.
-    if best.rule.clip and active(best.rule, trace).all():
+    # Steps only approach zero, each from its start to another number.
+    if zeros := {name: 0.0 for name in free if name in _BELOW_ONE and 0 < getattr(best.rule, name) < _NEARLY_ZERO}:
+        rounded = fit(_with(best.rule, zeros), trace)
+        best = rounded if rounded.exact else best
+    # Where every gradient is clipped, another rate would hide another limit; a limit that none reaches is none.
+    clipped = active(best.rule, trace) if best.rule.clip else np.zeros(0)
+    if clipped.size and (clipped.all() or ("limit" in free and not clipped.any())):
         return replace(best, residual=np.full_like(best.residual, math.inf))
     return best
 
@@ -313,4 +319,8 @@ def _moved(rule: Rule, steps: Mapping[str, float]) -> Rule:
         given = getattr(rule, name)
         factor = math.exp(min(step, 30.0))
         changes[name] = max(0.0, 1 - (1 - given) * factor) if name in _BELOW_ONE else given * factor
+    return _with(rule, changes)
+
+
+def _with(rule: Rule, changes: Mapping[str, Any]) -> Rule:
     return replace(rule, **changes)
