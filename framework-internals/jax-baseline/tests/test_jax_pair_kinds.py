@@ -103,6 +103,17 @@ def test_a_learning_rate_in_a_tensor_is_one_of_float64_too():
     assert outcome.verdict == "NO PARITY", str(outcome)
 
 
+def test_a_setting_that_is_zero_in_jax_is_said_to_be_zero():
+    """From these gradients two starts of the search end near 2e-11, at different numbers, which were two causes."""
+    pair = small_pair(
+        lambda model, x: model(x).square().mean(),
+        jax_square,
+        torch_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.9),
+        jax_optimizer=optax.sgd(0.1, momentum=0.9),
+    )
+    assert run(pair, "float64").where.endswith("likely cause: dampening of the momentum, 0.9 in torch and 0 in JAX")
+
+
 class Drawing(nn.Module):
     """A linear layer, and something that draws."""
 
