@@ -65,9 +65,6 @@ def flash_attention(
     128). alibi_slopes, other masks, float32, fixed orders of sums and other GPUs have mma.sync kernels.
     Absent are dropout, values of another head size than the keys, and a paged cache.
 
-    The backward pass computes each probability from the row's lse, which is rounded: gradients have a relative error of
-    1e-7 times the row's largest score, beside that of the dtype (float64: 2e-16). Scores of 1e4 cost three digits.
-
     On a Hopper GPU, the gradient of q in float16 and bfloat16 is a sum whose order is free, as in torch's flash
     attention: its last bits vary from run to run. Under :func:`torch.use_deterministic_algorithms` the order is fixed;
     ``torch.ops.custom_ops.flash_attention_backward`` has this as an argument. All other results are the same bits every
@@ -86,8 +83,7 @@ def flash_attention(
         sinks: (H,), a score of each head that takes part in the softmax without a key, and is learned.
         attn_mask: Broadcastable to (B, H, S, T). Of the dtype of ``q``, it is added to the scores and has a gradient
             (computed with B·H·S·T elements, and summed where the mask is broadcast). If bool, False hides a key; so
-            does a number near the lowest of the dtype of lse, such as ``torch.finfo(torch.bfloat16).min``. Numbers
-            near the highest overflow.
+            does a number near the lowest of the dtype of lse, such as ``torch.finfo(torch.bfloat16).min``.
         alibi_slopes: (H,) or (B, H), the penalty of a distance of one to the diagonal; without a gradient.
         cu_seqlens_q: int32, on the device of ``q``: the first row of each sequence, then the number of rows. Rows see
             keys of their own sequence only.
