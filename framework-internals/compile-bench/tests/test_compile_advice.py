@@ -130,10 +130,8 @@ def test_a_hook_that_keeps_values_is_not_to_be_removed(body, removable):
     [
         ("self.kept.append(x)", True),
         ("self.kept.append(x.norm().item())", False),  # a number, which needs no tensor
-        (
-            "self.weight.register_hook(lambda g: self.kept.append(g))",
-            False,
-        ),  # what a hook returns replaces the gradient
+        # What a hook returns replaces the gradient.
+        ("self.weight.register_hook(lambda g: self.kept.append(g))", False),
     ],
 )
 def test_what_can_be_returned_is_a_tensor_of_a_function(line, advised):

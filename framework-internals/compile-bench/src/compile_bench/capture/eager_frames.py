@@ -83,10 +83,10 @@ class EagerWatch:
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         module = owner if isinstance(owner, nn.Module) and id(owner) in self._modules else None
         compiles = code.co_filename.endswith("/torch/_dynamo/convert_frame.py")
-        of_user = self._user_code.is_user(code.co_filename)
-        is_hook = of_user and frame.f_back is not None and frame.f_back.f_code.co_filename.endswith(_BACKWARD)
+        is_user, caller = self._user_code.is_user, frame.f_back
+        is_hook = caller is not None and caller.f_code.co_filename.endswith(_BACKWARD) and is_user(code.co_filename)
         inside = module is not None or is_hook or (parent is not None and parent.inside and not compiles)
-        watched = inside and of_user and not _is_compiled(code)
+        watched = inside and is_user(code.co_filename) and not _is_compiled(code)
         if not watched:
             return _Call(False, inside, [])
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]

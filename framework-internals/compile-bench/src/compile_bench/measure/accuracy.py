@@ -257,9 +257,7 @@ def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, trai
         return _Results({"output": flat(output), **single}, chosen, signature)
     # A loss may hide what is wrong with an output: a mean square its sign. What is detached has no part in it.
     loss = asked.backward(output)
-    is_loss = (
-        target.loss is None and len(single) == 1 and all(t.ndim == 0 for t in tensors_in(output) if has_rounding(t))
-    )
+    is_loss = target.loss is None and [tensors[name].ndim for name in single] == [0]
     beside = {} if is_loss else {f"{name} of the model": values for name, values in single.items()}
     gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
