@@ -44,9 +44,10 @@ def problems(directory: Path, declare: DeclareReport) -> Iterator[str]:
     text = (directory / "report.md").read_text(encoding="utf-8")
     if render(results, declare) != text:
         yield "report.md is not what its results render to"
-    for figure in figures(results, declare):
-        if not (directory / "figures" / f"{figure.name}.svg").is_file():
-            yield f"figures/{figure.name}.svg is missing"
+    shown = {f"{figure.name}.svg" for figure in figures(results, declare)}
+    drawn = {path.name for path in (directory / "figures").glob("*")}
+    for name in sorted(shown ^ drawn):
+        yield f"figures/{name} is {'missing' if name in shown else 'of another run: the report does not show it'}"
     yield from faults_of_form(text)
     yield from form.faults(declare(results))
 

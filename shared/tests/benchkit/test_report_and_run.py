@@ -59,6 +59,15 @@ def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(l
     assert (directory / "figures" / "times.svg").read_bytes() == figure
 
 
+def test_a_figure_that_a_report_no_longer_has_is_removed_and_files_of_others_stay(lens, own, run):
+    run(lens, "--device", "cpu")
+    (own / "report.md").write_text((own / "report.md").read_text() + "\n![Another](figures/another.svg)\n")
+    for name in ("another.svg", "mine.svg"):
+        (own / "figures" / name).write_text("<svg/>")
+    assert run(lens, "--render-only").returncode == 0
+    assert sorted(path.name for path in (own / "figures").iterdir()) == ["mine.svg", "times.svg"]
+
+
 def test_a_quick_run_leaves_the_full_report_alone(lens, own, run):
     run(lens, "--device", "cpu")
     before = (own / "report.md").read_bytes()

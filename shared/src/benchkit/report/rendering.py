@@ -121,6 +121,8 @@ def _figures_in(blocks: Iterable[Block]) -> Iterator[Figure | Chart]:
 def write(directory: Path, declare: DeclareReport) -> Path:
     """Render the results in ``directory`` into ``report.md`` and ``figures/``.
 
+    A figure that the report there before had, and this one has not, is removed.
+
     Args:
         directory: The folder ``reports/<machine>/``.
         declare: Makes the report of the lens.
@@ -141,8 +143,15 @@ def write(directory: Path, declare: DeclareReport) -> Path:
         drawn = draw_chart(figure) if isinstance(figure, Chart) else figure.draw()
         save(drawn, directory / "figures" / f"{figure.name}.svg")
     path = directory / "report.md"
+    before = _figure_links(path.read_text(encoding="utf-8")) if path.exists() else set()
     write_text_atomically(path, text)
+    for link in before - _figure_links(text):  # a smaller run draws fewer; other files in the folder are the user's
+        (directory / link).unlink(missing_ok=True)
     return path
+
+
+def _figure_links(text: str) -> set[str]:
+    return set(re.findall(r"\]\((figures/[\w-]+\.svg)\)", text))
 
 
 def _tidy(text: str) -> str:
