@@ -55,6 +55,7 @@ struct DeviceLimits {
   int shared_a_block;           // bytes, if requested
   int shared_a_multiprocessor;  // bytes
   int l2_cache;                 // bytes
+  double memory_rate;           // bytes per second by the clock and the width of the bus; 0 where the driver tells neither
 };
 
 // The driver is queried once per device, because a query takes as long as a small kernel.
@@ -71,7 +72,9 @@ inline const DeviceLimits& limits_of(int device) {
     limits[device] = {attribute(cudaDevAttrMultiProcessorCount),
                       10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor),
                       attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-                      attribute(cudaDevAttrL2CacheSize)};
+                      attribute(cudaDevAttrL2CacheSize),
+                      // kHz, two transfers a cycle, bits
+                      2e3 * attribute(cudaDevAttrMemoryClockRate) * attribute(cudaDevAttrGlobalMemoryBusWidth) / 8};
   });
   return limits[device];
 }
