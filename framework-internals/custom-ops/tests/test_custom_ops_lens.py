@@ -350,6 +350,21 @@ def test_the_targets_hold_what_is_missed_too() -> None:
     }
 
 
+def test_an_operator_whose_sizes_ended_early_is_not_judged_by_a_small_one() -> None:
+    most = max(record.labels["count"] for record in ON_GPU.select("speed", op="bias_gelu"))
+    ended_early = replace(
+        ON_GPU,
+        records=tuple(
+            record
+            for record in ON_GPU.records
+            if record.labels.get("op") != "bias_gelu" or record.labels.get("count") != most
+        ),
+    )
+    judged = {line.target.what: line.value for line in targets.reached(ended_early)}
+    assert judged.get("bias_gelu, of the memory limit") is None
+    assert judged["bias_gelu_backward, of the memory limit"] is not None
+
+
 def limits(device: str) -> list:
     """The full-size measurement of the machine's memory takes longer than the rest of this test."""
     from benchkit.timing.limits import memory_limits

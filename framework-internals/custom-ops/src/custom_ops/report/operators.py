@@ -9,7 +9,7 @@ from benchkit.report import Axis, Cell, Chart, Column, Limit, Panel, Point, Sect
 from custom_ops.bench import avx2
 from custom_ops.bench.cases import COMPILED, OURS
 from custom_ops.report.attention import without_interval
-from custom_ops.report.targets import largest_of_each, share_of_limit
+from custom_ops.report.targets import largest, share_of_limit
 
 BEYOND_LIMIT = (
     "More than 100 % of the limit is possible: the limit is the rate of one kernel, and another access pattern can "
@@ -19,7 +19,7 @@ BEYOND_LIMIT = (
 
 def answer(results: Results) -> list[Section]:
     """The memory-bound operators at the largest size, and bias_gelu beyond a CPU's cache."""
-    speeds = largest_of_each(results)
+    speeds = largest(results)
     count = max((int(record.labels["count"]) for record in speeds), default=0)
     return [
         Section(

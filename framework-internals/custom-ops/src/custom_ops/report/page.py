@@ -84,7 +84,7 @@ def report(results: Results) -> Report:
 
 
 def _when(results: Results) -> Section:
-    count = max((int(record.labels["count"]) for record in targets.largest_of_each(results)), default=0)
+    count = max((int(record.labels["count"]) for record in targets.largest(results)), default=0)
     return Section(
         "When to write one, and when not to",
         [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Reached, Target
+from benchkit.results import Label
 from custom_ops.bench import avx2
 from custom_ops.bench.attention import FLEX
 from custom_ops.bench.cases import COMPILED, OURS
@@ -132,7 +133,7 @@ def _on_a_gpu(results: Results) -> Iterator[Reached]:
 def _on_every_machine(results: Results) -> Iterator[Reached]:
     adds = [
         (record["speedup"].value, str(record.labels["dtype"]))
-        for record in largest(results, "vector_add")
+        for record in largest(results, op="vector_add")
         if "speedup" in record.values  # not where torch's form failed
     ]
     if adds:
@@ -212,7 +213,7 @@ class Gain:
 def gains(results: Results) -> list[Gain]:
     """The gain of each operator."""
     gained = []
-    for record in largest_of_each(results):
+    for record in largest(results):
         if "speedup" not in record.values:
             continue
         strongest = beside_the_strongest(results, record)
@@ -232,23 +233,16 @@ def gains(results: Results) -> list[Gain]:
     return gained
 
 
-def largest_of_each(results: Results) -> list[Record]:
-    """This package's records of every operator at the largest size."""
+def largest(results: Results, **labels: Label) -> list[Record]:
+    """This package's records at the largest size of the run; none of an operator whose sizes ended before it."""
     records = results.select("speed", form=OURS)
     most = max((int(record.labels["count"]) for record in records), default=0)
-    return [record for record in records if record.labels["count"] == most]
-
-
-def largest(results: Results, op: str) -> list[Record]:
-    """This package's records of an operator at its largest size, one per dtype."""
-    records = results.select("speed", op=op, form=OURS)
-    most = max((int(record.labels["count"]) for record in records), default=0)
-    return [record for record in records if record.labels["count"] == most]
+    return results.select("speed", form=OURS, count=most, **labels)
 
 
 def shares(results: Results, op: str) -> Iterator[tuple[Record, float]]:
     """The share of the memory limit at the largest size."""
-    for record in largest(results, op):
+    for record in largest(results, op=op):
         if (share := share_of_limit(results, record)) is not None:
             yield record, share
 
