@@ -4,6 +4,7 @@ import pytest
 
 from benchkit import UserError
 from jax_baseline.cli.pair_file import load_pair
+from jax_baseline.parity.pairs import run
 
 FILE = """\
 import jax.numpy as jnp, numpy as np, optax, torch
@@ -166,6 +167,39 @@ def test_what_cannot_be_compared_is_one_line(tmp_path, name):
     assert "\n" not in str(raised.value)
     for words in says:
         assert words in str(raised.value)
+
+
+RAISING = {
+    "a batch of another width": (
+        BATCHES,
+        "[(np.ones((2, 3)),), (np.ones((2, 5)),)]",
+        "torch's loss or its gradient in step 1",
+    ),
+    "a loss without a derivative": (
+        PARAMS,
+        'params, lambda p, x: jax.lax.while_loop(lambda y: y < 9, lambda y: y + 1, p["bias"].sum())',
+        "JAX's loss or its gradient",
+    ),
+    "an optimizer that raises": (
+        LOSS,
+        f"{LOSS}, lambda parameters: Raising(parameters, {{}})",
+        "torch's optimizer in step 0 raised ValueError: the first step",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_what_a_step_raises_is_one_line_that_names_it(tmp_path, name):
+    given, bad, says = RAISING[name]
+    file = tmp_path / "mine.py"
+    optimizer = (
+        "class Raising(torch.optim.Optimizer):\n    def step(self):\n        raise ValueError('the first step')\n\n\n"
+    )
+    file.write_text("import jax\n" + FILE.replace(given, bad).replace("def torch_side", f"{optimizer}def torch_side"))
+    pair = load_pair(f"{file}:torch_side", f"{file}:jax_side")
+    with pytest.raises(UserError, match=says) as raised:
+        run(pair, "float64")
+    assert "\n" not in str(raised.value)
 
 
 def test_two_parameters_of_torch_are_not_one_of_jax(tmp_path):

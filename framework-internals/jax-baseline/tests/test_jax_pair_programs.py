@@ -7,11 +7,14 @@ import optax
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from jax_baseline.parity.location.functions import locate
+from jax_baseline.parity.location.operations import Call
 from jax_baseline.parity.location.updates import rule_of
+from jax_baseline.parity.location.variants import variants
 from jax_baseline.parity.pairs import Pair, run
-from jax_baseline.parity.rounding import torch_noise
+from jax_baseline.parity.rounding import torch_noise, with_noise
 
 LINEAR = {"weight": jnp.zeros((4, 4)), "bias": jnp.zeros(4)}
 DRAWN = np.random.default_rng(0).standard_normal((2, 6, 4))
@@ -87,6 +90,67 @@ def test_noise_keeps_the_sign_of_a_conjugates_imaginary_part():
     with torch_noise(0):
         imaginary = z.conj().imag * 2
     assert torch.allclose(imaginary, torch.tensor([-4.0, 8.0], dtype=torch.float64))
+
+
+def indices(x):
+    return torch.arange(4).expand(x.shape)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        torch.max,
+        torch.median,
+        lambda x: x.clamp(min=0).amax(0),
+        lambda x: torch.linalg.vector_norm(x, ord=float("inf")),
+        lambda x: torch.zeros_like(x).scatter_reduce(0, indices(x) % 2, x, "amax", include_self=False),
+    ],
+)
+def test_noise_leaves_the_gradient_of_a_chosen_element_in_torch(chosen):
+    """The backward pass looks for the element that equals the result."""
+    x = torch.from_numpy(DRAWN[0]).requires_grad_()
+    (plain,) = torch.autograd.grad(chosen(x).sum(), x)
+    with torch_noise(0):
+        (noisy,) = torch.autograd.grad(chosen(x).sum(), x)
+    assert plain.abs().sum() > 0
+    assert torch.equal(noisy, plain)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda x: jnp.maximum(x, 0.0),
+        lambda x: jnp.clip(x, -0.5, 0.5),
+        lambda x: jnp.abs(x).max(0),
+        lambda x: jax.ops.segment_max(x, jnp.arange(6) % 2, 2),
+    ],
+)
+def test_noise_leaves_the_gradient_of_a_chosen_element_in_jax(chosen):
+    with jax.enable_x64(True):
+        gradient = jax.grad(lambda x: chosen(x).sum())
+        x = jnp.asarray(DRAWN[0])
+        assert np.array_equal(with_noise(gradient, 0)(x), gradient(x))
+
+
+def test_a_formula_of_jax_that_cancels_is_the_cause():
+    x = DRAWN[0] / 10 + 300
+
+    def in_jax(x):
+        variance = (x**2).mean(-1, keepdims=True) - x.mean(-1, keepdims=True) ** 2
+        return (((x - x.mean(-1, keepdims=True)) / jnp.sqrt(variance + 1e-6)) ** 3).mean()
+
+    with jax.enable_x64(True):
+        in_torch = lambda: nn.functional.layer_norm(torch.from_numpy(x), (4,), eps=1e-6).pow(3).mean()  # noqa: E731
+        cause = locate(in_torch, in_jax, (jnp.asarray(x),)).cause
+    assert cause.startswith("rounding, which one unit in the last place of each operand moves by")
+    assert "JAX's formula loses digits" in cause
+
+
+def test_no_argument_is_changed_of_an_operator_that_does_not_check_it():
+    """A norm of weights over another dimension than that of its g reads and writes beyond them."""
+    v, g = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.ones(6, 1)
+    call = Call(torch.ops.aten._weight_norm_interface.default, *tree_flatten(((v, g, 0), {})), {})
+    assert [words for words, _ in variants(call, (2.0,)) if words.startswith("dim")] == []
 
 
 @pytest.mark.parametrize("hidden", [-1e30, -1e20, -np.inf])

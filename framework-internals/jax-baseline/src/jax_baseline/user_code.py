@@ -48,12 +48,16 @@ def load_function(reference: str, *, what: str) -> Callable[..., Any]:
     return function
 
 
+class FunctionRaisedError(UserError):
+    """A function of the user raised its cause."""
+
+
 @contextmanager
 def errors_of(reference: str, remedy: str = "") -> Iterator[None]:
     """Turn an exception in the user's function into one line that names the function, and ends with the remedy.
 
     Raises:
-        UserError: In place of any exception.
+        FunctionRaisedError: In place of any exception but a :class:`UserError`.
     """
     try:
         yield
@@ -63,7 +67,7 @@ def errors_of(reference: str, remedy: str = "") -> Iterator[None]:
         text = first_line(error)[:300]
         # A tracer of JAX in the message means that the torch function received JAX arrays.
         swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
-        raise UserError(f"{reference} raised {text}{swapped}{remedy}") from error
+        raise FunctionRaisedError(f"{reference} raised {text}{swapped}{remedy}") from error
 
 
 def require_32_bits(array: NDArray, what: str) -> None:

@@ -187,7 +187,9 @@ def _with_values(program: Program, jax_program: RemoteObject) -> Program:
         return program.with_values(jax_program.call("values"))
     except ChildFailure as error:
         lines = [line.strip() for line in error.details.splitlines() if re.search("[Ee]rror|Check failed", line)]
-        why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # this package's own errors are sentences
+        # This package's own errors are sentences. XLA's are of its compiler, and name causes that are not the reader's.
+        own = re.match(r"(?:Value|Runtime)Error: (.+)", (lines or [str(error)])[-1])
+        why = own[1][:200] if own else "XLA does not compile its optimised text again"
         note = f"values in memory could not be read ({why}), so kernels are matched by label only"
         return replace(program, notes=(note,))
 

@@ -132,7 +132,10 @@ def judge(
         furthest = max(elsewhere.values(), key=lambda stage: stage.values[stage.furthest].times)
         notes.insert(0, f"on inputs {', '.join(elsewhere)} at most: {furthest}")
     if vague:
-        notes.append(f"not judged, because they are almost nothing but rounding: results {', '.join(map(str, vague))}")
+        which = ", ".join(map(str, vague))
+        notes.append(
+            f"not judged, because rounding or chance alone moves them by more than {LARGEST_BOUND:.0%}: results {which}"
+        )
     return Agreement(True, _sentence("THE SAME FUNCTION", in_float64, in_own, *missing, *notes))
 
 

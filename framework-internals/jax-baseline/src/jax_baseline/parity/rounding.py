@@ -38,7 +38,17 @@ _JUMPS = frozenset({
     "ge", "argmax", "argmin", "sort", "topk", "nonzero", "isnan", "isinf", "isfinite", "bernoulli", "rem", "is_finite",
     "reduce_precision", "argsort", "top_k", "bitcast_convert_type", "_local_scalar_dense",
 })  # fmt: skip
-# Of them, those that order elements. Which of equal ones comes first is often open: torch's sort is not stable.
+# Operations whose result is an element of an operand: it is exact, and a derivative asks which one it equals.
+_SELECT = frozenset({
+    "max", "min", "maximum", "minimum", "fmax", "fmin", "amax", "amin", "aminmax", "clamp", "clamp_min", "clamp_max",
+    "clip", "median", "nanmedian", "reduce_max", "reduce_min", "cummax", "cummin", "scatter-max", "scatter-min",
+    "gather",
+})  # fmt: skip
+_SELECT_BY = (np.inf, -np.inf, "amax", "amin")  # arguments that make a norm, or a reduction into an index, such a one
+# Operations of JAX that only arrange elements, as the views of torch do.
+_ARRANGE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice"})
+_EXACT = _JUMPS | _SELECT | _ARRANGE
+# Of those that jump, they order elements. Which of equal ones is first is often open: torch's sort is not stable.
 _ORDERS = frozenset({"argmax", "argmin", "sort", "topk", "top_k", "argsort"})
 _TINY = 1e-300  # what a zero becomes where noise orders equal elements at random
 _AUTOCAST = ("linear", "mm", "matmul", "conv", "scaled_dot_product_attention")  # parts of what autocast narrows
@@ -96,6 +106,7 @@ class Noise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation on moved operands."""
         exact, orders, written = _kind(func)
+        exact = exact or any(argument in _SELECT_BY for argument in args if isinstance(argument, (float, str)))
         if orders and self._ties:
             args = converted(self._in_random_order, args)
         dtype = (kwargs or {}).get("dtype")  # a conversion to whole numbers jumps too
@@ -152,7 +163,7 @@ def _kind(operation: Any) -> tuple[bool, bool, Sequence[int]]:
     schema = operation._schema
     name = schema.name.rpartition("::")[2]
     views = any(returned.alias_info for returned in schema.returns)
-    return name in _JUMPS or schema.is_mutable or views, name in _ORDERS, _WRITTEN.get(name, ())
+    return name in _EXACT or schema.is_mutable or views, name in _ORDERS, _WRITTEN.get(name, ())
 
 
 def converted(convert: Callable[[Any], Any], arguments: Any) -> Any:
@@ -226,7 +237,7 @@ def with_noise(
 
     def noisy(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         whole = not jnp.issubdtype(eqn.params.get("new_dtype", jnp.float32), jnp.inexact)
-        exact = whole or eqn.primitive.name in _JUMPS
+        exact = whole or eqn.primitive.name in _EXACT
         if ties and eqn.primitive.name in _ORDERS:
             operands = [*map(in_random_order, operands)]
         results = bind(eqn, operands if exact else [*map(moved, operands)])

@@ -37,6 +37,7 @@ _CARRIES = ("lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "t", "
 _BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")  # read no numbers
 _PRODUCTS = ("mm", "addmm", "linear")
 _AFTER = 64  # operations that are run again at most
+_MUCH = 10.0  # times the noise of one side: the other's loses more than its order of operations explains
 _NEAR = 12  # operations after a table that may join it with the features
 
 
@@ -70,6 +71,7 @@ def locate(torch_run: Callable[[], Any], jax_function: Callable[..., Any], jax_a
                 break
         if exact:
             cause = _precisions(first_torch, of_jax, "JAX") or _precisions(first_jax, of_torch, "torch")
+            cause = cause or _cancellation(of_torch, of_jax)
         else:
             alone = [operation for operation, met in zip(of_jax, met_jax, strict=True) if not met]
             cause = _likely_cause(first_torch, first_jax, of_torch, of_jax, alone)
@@ -121,6 +123,21 @@ def _precisions(first: Operation | None, others: list[Operation], name: str) -> 
                 f"the dtype, {name} computes it in {other.values[0].dtype} at {other.place}: up to rounding they agree"
             )
     return ""
+
+
+def _cancellation(of_torch: list[Operation], of_jax: list[Operation]) -> str:
+    """Name the side whose last result the noise moves much more; empty if there is none."""
+    last = {
+        name: next((operation.stray[0] for operation in reversed(operations) if operation.values), 0.0)
+        for name, operations in (("torch", of_torch), ("JAX", of_jax))
+    }
+    less, more = sorted(last, key=last.__getitem__)
+    if last[more] <= _MUCH * last[less]:
+        return ""
+    return (
+        f"rounding, which one unit in the last place of each operand moves by {last[more]:.0e} in {more} and by "
+        f"{last[less]:.0e} in {less}: {more}'s formula loses digits, as E[x²] − E[x]² does for a variance"
+    )
 
 
 def _likely_cause(

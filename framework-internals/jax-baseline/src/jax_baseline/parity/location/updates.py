@@ -148,7 +148,8 @@ def _sequences(weights: Weights, gradients: Sequence[Weights], steps: int) -> li
 
 
 def _size(arrays: Sequence[Any]) -> float:
-    return float(np.sqrt(np.mean([np.mean(np.square(array, dtype=np.float64)) for array in arrays])))
+    squares = [np.mean(np.square(array, dtype=np.float64)) for array in arrays if np.size(array)]
+    return float(np.sqrt(np.mean(squares))) if squares else 0.0
 
 
 @dataclass(frozen=True)

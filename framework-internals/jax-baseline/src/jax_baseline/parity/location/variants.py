@@ -51,6 +51,8 @@ _SMALLEST = torch.finfo(torch.float64).eps
 _SMOOTHING = (0.1, 0.2, 0.05, 0.01)
 _REDUCTIONS = ("none", "mean", "sum")
 _SIZES = ("N", "C", "HxW")  # of native_group_norm, which reads as many numbers as they say
+# Operators of torch's own use that check their whole numbers. Others, such as a norm of weights, read beyond memory.
+_CHECKED = ("_softmax", "_log_softmax")
 _LEFT_OUT = ("bias", "weight", "pos_weight")
 _LIMITS = ("min", "max", "min_val", "max_val")  # whole numbers among them are not axes
 
@@ -110,7 +112,7 @@ def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Se
         return [other for other in (0, 1) if other != (1 if given is None else given)]
     if name == "reduction":
         return [other for other in range(len(_REDUCTIONS)) if other != given]
-    if isinstance(given, int) and name not in _SIZES:
+    if isinstance(given, int) and name not in _SIZES and (call.name[0] != "_" or call.name in _CHECKED):
         return [other for other in range(-2, 4) if other != given]
     if isinstance(given, list) and given and isinstance(given[0], int) and len(set(given)) == 1:
         return [[other] * len(given) for other in range(-2, 4) if other != given[0]]

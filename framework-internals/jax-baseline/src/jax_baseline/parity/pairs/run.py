@@ -27,6 +27,7 @@ from jax_baseline.parity.pairs.randomness import require_repeatable_jax, require
 from jax_baseline.parity.pairs.sides import JaxSide, TorchSide
 from jax_baseline.parity.pairs.state import StateNotReturned, difference_of_changes, momentum_of, state_not_returned
 from jax_baseline.parity.rounding import Widening, in_torchs_precision
+from jax_baseline.user_code import FunctionRaisedError
 
 _JAX_CONTROLS = 3
 
@@ -81,7 +82,7 @@ def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
     from the outcome in float64: if it has half the bits, the bounds in ``float32`` are for all arrays together.
 
     Raises:
-        UserError: If the parameters do not fit, or one side draws random numbers.
+        UserError: If the parameters do not fit, one side draws random numbers, or a function of the user raises.
     """
     jax.clear_caches()  # JAX keeps a NumPy constant of the loss in the dtype of the mode that traced it first
     with jax.enable_x64(dtype == "float64"), in_torchs_precision():
@@ -90,9 +91,11 @@ def run(pair: Pair, dtype: str, *, narrowest: str = "float32") -> Outcome:
             return _compared(pair, torch.float32, "bfloat16" if half else dtype, widened=False)
         try:
             return _compared(pair, torch.float64, dtype, widened=True)
+        except FunctionRaisedError as error:  # it may ask for its dtype, or bring kernels that take no other
+            reason = first_line(error.__cause__ or error)[:200]
         except UserError:
             raise
-        except Exception as error:  # a function may ask for its dtype, or bring kernels that take no other
+        except Exception as error:
             reason = first_line(error)[:200]
         made = _compared(pair, torch.float64, dtype, widened=False)
         return replace(made, widened=f"casts to narrower types stay, because without them a side raised {reason}")

@@ -19,6 +19,7 @@ from jax_baseline.parity.comparison import Arrays, Observation
 from jax_baseline.parity.location.operations import array
 from jax_baseline.parity.pairs.pair import Batch, Pair, in_jax, in_torch, named, path_of, state_of
 from jax_baseline.parity.rounding import Widening, jax_in_float64, torch_in_float64, torch_noise
+from jax_baseline.user_code import errors_of
 
 
 class TorchSide:
@@ -77,7 +78,7 @@ class TorchSide:
                 parameters[name].data.copy_(weight)
         self.before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         trained = [parameters[name] for name in self.trained]
-        with self._noise, self.computing():
+        with self._noise, self.computing(), errors_of(f"torch's loss or its gradient in step {self._steps}"):
             loss = self.loss(batch)
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         if all(gradient is None for gradient in gradients):
@@ -98,7 +99,7 @@ class TorchSide:
         self.changed |= {
             name for name, value in state.items() if not np.array_equal(value, self._initial[name], equal_nan=True)
         }
-        with self.computing():
+        with self.computing(), errors_of(f"torch's optimizer in step {self._steps}"):
             self._optimizer.step()
         weights = {name: array(parameters[name]) for name in self._paths}
         compared = {name: state[name] for name in self._of_state}
@@ -191,6 +192,7 @@ class JaxSide:
         self.state = None if self._pair.jax_state is None else self._pair.converted_state(self._dtype)
         with self.computing():
             self.optimizer_state = self._optimizer.init(self.params)
+        self._steps = 0
 
     def with_zeros(self, arrays: Arrays) -> Any:
         """JAX's tree with arrays by torch's names, and zeros for parameters that torch does not train."""
@@ -218,7 +220,7 @@ class JaxSide:
     def evaluated(self, batch: Batch) -> tuple[Any, Any]:
         """The loss and the gradient now."""
         params, *arrays = self.arguments(batch)
-        with self.computing():
+        with self.computing(), errors_of("JAX's loss or its gradient"):
             (loss, _), gradient = self._gradient(params, self.state, *arrays)
         return loss, gradient
 
@@ -228,9 +230,12 @@ class JaxSide:
             self.params = self._pair.converted(self._leader.before, self._dtype)
         params, *arrays = self.arguments(batch)
         with self.computing():
-            (loss, state), gradient = self._gradient(params, self.state, *arrays)
-            self.params, self.optimizer_state = self._update(gradient, self.optimizer_state, params)
+            with errors_of(f"JAX's loss or its gradient in step {self._steps}"):
+                (loss, state), gradient = self._gradient(params, self.state, *arrays)
+            with errors_of(f"JAX's optimizer in step {self._steps}"):
+                self.params, self.optimizer_state = self._update(gradient, self.optimizer_state, params)
         self.state = state
+        self._steps += 1
         trained = {name: self._paths[name] for name in self._pair.trained()}
         compared = named(state, self._of_state) if self._of_state else {}
         return _observation(
