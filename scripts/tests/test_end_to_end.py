@@ -602,37 +602,6 @@ def test_the_targets_of_the_table_call_every_operator_with_two_lowerings():
     assert {call.direction for call in found.calls} == {"training"}
 
 
-@pytest.mark.parametrize(
-    ("target", "operator"),
-    [
-        ("gpt2", "bias_gelu"),
-        ("bert", "bias_gelu"),
-        ("t5", "rms_norm"),
-    ],
-)
-@pytest.mark.slow
-def test_models_of_the_zoo_call_an_operator_with_two_lowerings(target, operator):
-    pytest.importorskip("transformers")
-    from compile_bench.measure.lowerings.step import operators
-    from compile_bench.targets.case import Case
-
-    assert operators(Case(f"whole_step.zoo:{target}")).names == [operator]
-
-
-def test_models_of_the_zoo_compute_what_they_did():
-    pytest.importorskip("transformers")
-    from compile_bench.targets.loading import load_target
-    from whole_step.zoo import with_operators
-
-    plain, own = load_target("gpt2", "cpu"), with_operators("gpt2")
-    # Losses near 6 in float32, with a few hundred roundings in each.
-    assert own.model(*own.args, **own.kwargs).item() == pytest.approx(
-        plain.model(*plain.args, **plain.kwargs).item(), abs=1e-5
-    )
-    with pytest.raises(ValueError, match="expected a target with an RMSNorm or a bias with GELU, got mlp"):
-        with_operators("mlp")
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_variant_differs_from_one_before_it_in_what_it_says(device):
     seen: list[str] = []
