@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +116,22 @@ def test_check_fails_on_drift_and_lock_fixes_it(tmp_path, monkeypatch):
 def test_an_inventory_counts_a_trace():
     trace = CompileTrace(graphs=(Graph("0/0", "f", 5, 12, None),), kernels=3)
     assert Inventory.of(trace, "2.13.0") == COUNTS
+
+
+def test_a_file_that_cannot_be_written_ends_before_anything_is_measured(tmp_path, monkeypatch):
+    def no_measurement(*arguments, **options):
+        raise AssertionError
+
+    monkeypatch.setattr("compile_bench.cli.checking.Harness.open", no_measurement)
+    (tmp_path / "other.json").write_text("{}")
+    for command, file, says in (
+        ("lock", tmp_path / "other.json", "is not a lock file of compile-bench .* name another file, or remove"),
+        ("lock", Path("/proc/x/compile.lock"), "/proc/x"),
+        ("cache-key", Path("/proc/x/keys.json"), "/proc/x"),
+    ):
+        result = CliRunner().invoke(app, [command, "mlp", "--file", str(file), "--device", "cpu"])
+        assert result.exit_code == 2
+        assert re.search(says, result.output)
 
 
 def test_counts_that_a_lock_file_of_version_1_lacks_are_not_compared(tmp_path):

@@ -448,6 +448,18 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
             raise
 
 
+def require_writable(path: Path) -> None:
+    """Try the folder of a file, which is made if it is missing, before a measurement that takes long.
+
+    Raises:
+        UserError: If no file can be written there.
+    """
+    with reported(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=WRITING):
+            pass
+
+
 @contextmanager
 def reported(path: Path) -> Iterator[None]:
     """Around the atomic writing of a file: turn an OSError into a UserError that names the file and the remedy.

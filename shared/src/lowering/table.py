@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -108,8 +108,20 @@ class Row:
 
 
 def row_from(plain: Mapping[str, Any]) -> Row:
-    """A row from the JSON of its fields."""
-    return Row(**{**plain, "evidence": Evidence(**plain["evidence"])})
+    """A row from the JSON of its fields.
+
+    Raises:
+        KeyError, TypeError, ValueError: If a field is missing, unknown, or has a value that no row has.
+    """
+    row = Row(**{**plain, "evidence": Evidence(**plain["evidence"])})
+    if row.choice not in get_args(Choice) or row.direction not in get_args(Direction):
+        raise ValueError(f"no row has the choice {row.choice!r} and the direction {row.direction!r}")
+    if not isinstance(row.sizes, Mapping) or not all(type(size) is int and size >= 0 for size in row.sizes.values()):
+        raise ValueError(f"sizes are whole numbers from 0 on by name, got {row.sizes}")
+    figures = (row.evidence.speedup, row.evidence.low, row.evidence.high)
+    if not all(isinstance(figure, (int, float)) for figure in figures):
+        raise ValueError(f"a speedup and its interval are numbers, got {figures}")
+    return row
 
 
 def machine_class(device_type: str) -> str:

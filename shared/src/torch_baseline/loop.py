@@ -25,7 +25,7 @@ from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Corpus, Tokens, batch, load_corpus, require_length, unigram_entropy_bits
 from torch_baseline.model import parameter_count
 from torch_baseline.optim import learning_rate
-from torch_baseline.records import Report, RunFiles, Start, StepLog, Summary, ValidationLog
+from torch_baseline.records import METRICS, Report, RunFiles, Start, StepLog, Summary, ValidationLog
 from torch_baseline.throughput import Throughput
 
 LAST, BEST = "last.pt", "best.pt"
@@ -155,6 +155,8 @@ def train(
     _start_or_resume(trainer, model, config, corpus, resume=resume)
     folder = config.out if trainer.place.is_main else None
     with nullcontext() if folder is None else only_writer(folder):
+        if folder is not None and not resume:
+            _require_empty(folder)
         return _train(trainer, model, config, corpus, RunFiles(folder), report)
 
 
@@ -322,6 +324,15 @@ def _start_or_resume(trainer: Trainer, model: GPTConfig, config: TrainConfig, co
         raise UserError(
             f"the run in {config.out} has stopped early, after step {trainer.step}; with a patience above "
             f"{trainer.stale}, or 0 for none, it goes on"
+        )
+
+
+def _require_empty(folder: Path) -> None:
+    """Make sure that a new run overwrites nothing of one that was killed before its first LAST."""
+    if left := [name for name in (BEST, METRICS) if (folder / name).exists()]:
+        raise UserError(
+            f"{folder} has {' and '.join(left)} of another run, which cannot be resumed without {LAST}; remove them, "
+            "or name another folder"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -125,18 +126,24 @@ class RunFiles:
                 file.write(line + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the events of a killed run after its last checkpoint, because these steps are repeated."""
+        """Drop the events of a killed run after its last checkpoint, because these steps are repeated.
+
+        A damaged line, such as a loss of power leaves, is dropped too.
+        """
         if self.folder is None or not (self.folder / METRICS).exists():
             return
-        kept = []
-        for line in (self.folder / METRICS).read_text().splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break  # the process was killed while it wrote this line
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
+        lines = (self.folder / METRICS).read_text(errors="replace").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
         write_text_atomically(self.folder / METRICS, "".join(kept))
 
     def describe(self, metadata: Mapping[str, Any]) -> None:
         """Write ``run.json``."""
         if self.folder is not None:
             write_text_atomically(self.folder / METADATA, json.dumps(metadata, indent=2) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return math.inf

@@ -255,6 +255,20 @@ def test_a_file_that_is_no_table_is_one_line(text, tmp_path):
         lowering.load_table(tmp_path / "table.json")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("choice", "Kernel"), ("direction", "both"), ("sizes", {"rows": "4"}), ("sizes", [4]), ("speedup", "1.2")],
+)
+def test_a_row_with_a_value_that_no_row_has_is_one_line(field, value, use):
+    path = use(row())
+    document = json.loads(path.read_text())
+    (plain,) = document["rows"]
+    (plain["evidence"] if field == "speedup" else plain)[field] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(UserError, match=r"expected a table of lowerings .* measure it again"):
+        lowering.read_table(path)
+
+
 def test_another_version_of_the_table_is_one_line(tmp_path):
     (tmp_path / "table.json").write_text(json.dumps({"version": 9, "rows": []}))
     with pytest.raises(UserError, match="expected version 1 of the table of lowerings, got 9"):

@@ -155,8 +155,32 @@ def test_a_flipped_bit_is_refused(uninterrupted, tmp_path, position):
     raw[start + header] ^= 4
     damaged = tmp_path / "last.pt"
     damaged.write_bytes(raw)
-    with pytest.raises(UserError, match=r"last\.pt is damaged"):
+    with pytest.raises(UserError, match=r"last\.pt cannot be read \(BadZipFile: Bad CRC-32"):
         checkpoints.load(damaged)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        pytest.param(38, 0x10, id="a tensor that is marked as a folder, of which torch reads nothing"),
+        pytest.param(46, 0x80, id="a name that is no UTF-8"),
+    ],
+)
+def test_damage_to_the_directory_changes_no_weight(uninterrupted, tmp_path, field, change):
+    raw = bytearray((uninterrupted / "last.pt").read_bytes())
+    with zipfile.ZipFile(uninterrupted / "last.pt") as archive:
+        largest = max(archive.infolist(), key=lambda record: record.file_size).filename
+    entry = raw.rindex(largest.encode()) - 46  # in the directory, which is at the end
+    raw[entry + field] ^= change
+    damaged = tmp_path / "last.pt"
+    damaged.write_bytes(raw)
+    whole = checkpoints.load(uninterrupted / "last.pt")
+    try:
+        loaded = checkpoints.load(damaged)
+    except UserError as error:
+        assert "last.pt cannot be read" in str(error)
+    else:
+        assert all(torch.equal(loaded.model[name], weight) for name, weight in whole.model.items())
 
 
 @pytest.mark.parametrize("size", [0, 100, 20_000])

@@ -14,7 +14,7 @@ from torch_baseline.loop import NonFiniteError
 from torch_baseline.model import GPT, bias_gelu, causal_attention, init_numpy
 from torch_baseline.optim import make_optimizer
 from torch_baseline.parallel import World
-from torch_baseline.records import Start, StepLog, ValidationLog
+from torch_baseline.records import RunFiles, Start, StepLog, ValidationLog
 from torch_baseline.train import Learner, deterministic_algorithms, make_train_step, train, validate
 
 ALONE = World("none", 0, 1, torch.device("cpu"))
@@ -314,6 +314,18 @@ def test_what_a_run_leaves_behind(small, tmp_path):
     assert [line["step"] for line in lines if line["event"] == "StepLog"] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(UserError, match="already contains a run"):
         train(small, dataclasses.replace(SHORT, out=out))
+    (out / "last.pt").unlink()  # as where the run was killed before it wrote the first
+    before = (out / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"has best\.pt and metrics\.jsonl of another run, which cannot be resumed"):
+        train(small, dataclasses.replace(SHORT, out=out))
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_damaged_lines_of_the_metrics_do_not_hinder(tmp_path):
+    lines = ['{"step": 1}', "\0\0\0", "[1, 2]", '{"loss": 1.0}', '{"step": 2}', '{"step": 3}', '{"ste']
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\xff")
+    RunFiles(tmp_path).forget_after(2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 @pytest.mark.slow

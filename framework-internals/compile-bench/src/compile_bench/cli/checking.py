@@ -17,10 +17,11 @@ from benchkit.command.finite import finite_option
 from benchkit.command.progress import working
 from benchkit.processes import ChildFailure, deferred_module
 from benchkit.report import markdown_table
+from benchkit.results import require_writable
 from compile_bench.capture.text import plural
 from compile_bench.check.budget import Budget, Outcome, found_in, memory_text, too_slow, without_cuda_graphs
 from compile_bench.check.cache_keys import KeyFile, compare_keys, read_keys, write_keys
-from compile_bench.check.lock import DEFAULT_FILE, Inventory, key_of, locked, update_lock
+from compile_bench.check.lock import DEFAULT_FILE, Inventory, key_of, locked, read_lock, update_lock
 from compile_bench.check.upgrade import Upgrade, measure_upgrade
 from compile_bench.cli import options
 from compile_bench.cli.options import NOT_MEASURED, OVER_BUDGET, UNUSABLE, case_of
@@ -204,7 +205,9 @@ def lock(
 ) -> int:
     """Record how many graphs, breaks, recompilations, guards and kernels a target has, for check --lock."""
     case = case_of(target, train, mode, dynamic, device, scope)
-    file.parent.mkdir(parents=True, exist_ok=True)  # it may fail, and counting takes long
+    require_writable(file)  # counting takes long
+    if file.exists():
+        read_lock(file)
     with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
         now = _inventory(harness, harness.triage(case))
     update_lock(file, key_of(case), now)
@@ -254,6 +257,7 @@ def cache_key(
 ) -> int:
     """Write the keys under which the compiler caches a target's graphs, with all their parts, for cache-diff."""
     case = case_of(target, train, mode, dynamic, device)
+    require_writable(file)
     with Harness.open(case.device, limit=limit) as harness, working(f"compiling {target}"):
         harness.toolchain_seconds()
         facts, keys = harness.ask(jobs.cache_keys, case)
