@@ -175,11 +175,11 @@ def test_damage_to_the_directory_changes_no_weight(uninterrupted, tmp_path, fiel
     damaged = tmp_path / "last.pt"
     damaged.write_bytes(raw)
     whole = checkpoints.load(uninterrupted / "last.pt")
-    try:
-        loaded = checkpoints.load(damaged)
-    except UserError as error:
-        assert "last.pt cannot be read" in str(error)
+    if field == 46:
+        with pytest.raises(UserError, match=r"last\.pt cannot be read"):
+            checkpoints.load(damaged)
     else:
+        loaded = checkpoints.load(damaged)
         assert all(torch.equal(loaded.model[name], weight) for name, weight in whole.model.items())
 
 

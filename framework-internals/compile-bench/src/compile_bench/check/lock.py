@@ -88,8 +88,8 @@ def read_lock(file: Path) -> dict[str, Inventory]:
         raise UserError(f"there is no lock file {file}; `compile-bench lock` writes one") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{file} is not a lock file of compile-bench ({type(error).__name__}: {error}); name another file, or remove "
-            "this one"
+            f"{file} is not a lock file of compile-bench ({type(error).__name__}: {error}); name another file, or "
+            "remove this one"
         ) from error
 
 
