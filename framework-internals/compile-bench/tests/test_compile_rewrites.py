@@ -319,6 +319,13 @@ def test_a_value_that_leaves_arithmetic_stays_a_number(body):
     assert set(proposals(source_of("def f(x):\n" + body), ITEM)) == {"item-captured"}
 
 
+@pytest.mark.parametrize("test", ["s != s", "not (s == s)", "0 < s <= s"])
+def test_a_captured_number_is_not_compared_with_itself(test):
+    """Dynamo takes a number that it captured to be equal to itself, and NaN is not."""
+    body = f"s = x.norm().item()  # here\nif {test}:\n    return x\nreturn x[: int(s)]\n"
+    assert not proposals(source_of("def f(x):\n" + textwrap.indent(body, "    ")), ITEM)
+
+
 @pytest.mark.parametrize(
     ("uses", "allowed"),
     [

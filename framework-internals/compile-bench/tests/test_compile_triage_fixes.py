@@ -870,3 +870,42 @@ def test_steps_are_timed_past_the_recompile_limit(folder, monkeypatch, capsys):
     found = proof._timed_steps(Case(f"{path}:target", "cpu", train=False), {str(path): without_print})
     assert found.eager_before == found.eager_after == (f"{path}:12",)
     assert found.steady.compiled.samples == found.steady.eager.samples >= 8
+
+
+GUARDED = """
+import torch
+
+class Guarded(torch.nn.Module):
+    def forward(self, x):
+        if UNUSUAL:
+            return torch.zeros_like(x)
+        return x * 2
+
+def target():
+    return Guarded(), (torch.ones(3),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("guard", "variation"), [("x.isnan().any()", "one element is NaN"), ("x.isinf().any()", "one element is infinite")]
+)
+@pytest.mark.parametrize("with_inductor", [False, True])
+def test_a_change_that_removes_a_guard_is_refused(folder, monkeypatch, guard, variation, with_inductor):
+    path, written = folder / "triage_model.py", folder / "reference.pt"
+    case = Case(f"{path}:target", "cpu", train=False)
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
+    path.write_text(GUARDED.replace("UNUSUAL", guard))
+    reference(case, path=written)
+    forget_user_modules(user_code_filter())
+    assert refusal(case, path=written, with_inductor=with_inductor) is None
+    path.write_text(GUARDED.replace("UNUSUAL", "False"))
+    forget_user_modules(user_code_filter())
+    found = refusal(case, path=written, with_inductor=with_inductor)
+    assert found.why == f"output is NaN or infinite at other places ({variation})"
+
+
+def test_a_loop_that_infinity_keeps_running_is_not_given_it(folder):
+    path, written = folder / "triage_model.py", folder / "reference.pt"
+    path.write_text(GUARDED.replace("        if UNUSUAL", "        while x.norm() > 4:\n            x = x / 2\n        if 0"))
+    reference(Case(f"{path}:target", "cpu", train=False), path=written)
+    assert not {variant.variation for variant in proof.read_reference(written).variants} & proof._UNFINISHED.keys()

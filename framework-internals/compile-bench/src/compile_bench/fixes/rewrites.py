@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from compile_bench.capture.trace import RECOMPILE_LIMIT, Break
@@ -630,9 +631,18 @@ def _own_attribute(node: ast.AST) -> str:
 def _setting(name: str, value: str, mark: str) -> Make:
     def make(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:
         text = f"{met.category} {met.reason}"
+        if name == "capture_scalar_outputs" and _tests_for_nan(source):
+            return []
         return with_torch(source, f"torch._dynamo.config.{name} = {value}") if mark in text else []
 
     return make
+
+
+def _tests_for_nan(source: Source) -> bool:
+    """Whether a file compares a value with itself. Of a number that it captured, Dynamo takes that to be equal."""
+    compared = (node for node in ast.walk(source.tree) if isinstance(node, ast.Compare))
+    sides = ([ast.unparse(side) for side in (node.left, *node.comparators)] for node in compared)
+    return any(one == other for texts in sides for one, other in pairwise(texts))
 
 
 # Name of the catalogue's entry, setting of torch._dynamo.config, its value, and words of the category or reason.

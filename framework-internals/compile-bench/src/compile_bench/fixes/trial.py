@@ -4,7 +4,8 @@ All candidates are tried in one process without a code generator. The accepted o
 process, with Inductor. Outputs and gradients are compared on several inputs: :func:`reference` writes the values of the
 unchanged model to a file once, and :func:`refusal` compares every changed model with them. A wrong branch shows only
 for inputs that take it, so every floating-point argument is also negated, scaled and set to 0, and whole numbers and
-flags have their least and their largest values. Where the unchanged model raises an error, the changed one has to. What
+flags have their least and their largest values. A guard against NaN or infinity shows only for these, so one element is
+that. Where the unchanged model raises an error, the changed one has to. What
 no input shows is looked for, too: sides of a branch that are unlike, and numbers that became tensors. In training the
 arguments need a gradient, as those of a part of a model do, unless the unchanged model refuses such arguments. The
 bound is that of :mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same
@@ -14,7 +15,9 @@ values.
 
 from __future__ import annotations
 
+import ast
 import difflib
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -135,6 +138,22 @@ def _at_end(*, largest: bool) -> Variation:
     return changed
 
 
+def _with_element(number: float) -> Variation:
+    """The first element of every floating-point tensor becomes ``number``."""
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype not in _FLOATS or value.layout != torch.strided:
+            return value
+        if not value.numel() or value.is_nested:
+            return value
+        other = value.detach().clone()
+        other[(0,) * other.ndim] = number
+        return other.requires_grad_(value.requires_grad)
+
+    return changed
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SCALED = {f"arguments × {factor:.3g}": _times(factor) for factor in (-1.0, 30.0, 1.0 / 30.0, 0.0)}
 # These are tried without a code generator: each may compile the model once more.
@@ -142,7 +161,9 @@ _WHOLE = {
     "whole numbers and flags at their least": _at_end(largest=False),
     "whole numbers and flags at their largest": _at_end(largest=True),
 }
-_VARIATIONS: dict[str, Variation] = {"": lambda value: value, **_SCALED, **_WHOLE}
+# On the CPU alone: on a GPU an index or a probability that is made from NaN ends the process.
+_UNFINISHED = {"one element is NaN": _with_element(math.nan), "one element is infinite": _with_element(math.inf)}
+_VARIATIONS: dict[str, Variation] = {"": lambda value: value, **_SCALED, **_UNFINISHED, **_WHOLE}
 # A bound above this, relative to the value, would let a wrong value pass.
 _LARGEST_ALLOWANCE = 0.1
 # What is smaller than this part of the largest value, or differs by less from run to run, may be rounding errors alone.
@@ -187,7 +208,8 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     graded = case.train and not target.is_step and _raised(lambda: _eager(target, case, "", graded=True)) == "nothing"
     anew = _keeps_globals(target, _eager(target, case, "", graded))
     variants, raising = list[Expected](), list[tuple[str, str]]()
-    for variation in filter(partial(_is_other, target), _VARIATIONS):
+    left_out = _UNFINISHED.keys() if case.device != "cpu" or _may_not_end() else ()
+    for variation in [name for name in _VARIATIONS if name not in left_out and _is_other(target, name)]:
         try:
             eager = _eager(target, case, variation, graded, anew)
         except Exception as error:  # the model checks its arguments
@@ -231,6 +253,13 @@ def _is_other(target: Target, variation: str) -> bool:
     """Whether a variation changes any argument. A step has no arguments, and its state may change from call to call."""
     leaves = pytree.tree_leaves((target.args, dict(target.kwargs)))
     return not variation or any(_VARIATIONS[variation](leaf) is not leaf for leaf in leaves)
+
+
+def _may_not_end() -> bool:
+    """Whether a file of the user's has a loop that NaN or infinity, which never becomes smaller, may keep running."""
+    files = [str(module.__file__) for module in user_modules(user_code_filter()).values()]
+    sources = [Path(file).read_bytes() for file in files if file.endswith(".py") and Path(file).is_file()]
+    return any(isinstance(node, ast.While) for source in sources for node in ast.walk(ast.parse(source)))
 
 
 def _eager(target: Target, case: Case, variation: str, graded: bool, anew: bool = False) -> Observation:
@@ -345,7 +374,10 @@ def _expected(
         with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
             wide = widened(varied(_loaded(target, case, anew), variation))
             exact = observe(wide, wide.model, wide.model, case, graded=graded).values
-    if not all(
+    unfinished = variation in _UNFINISHED
+    if unfinished and not all(name in exact and _same_ends(value, exact[name]) for name, value in eager.values.items()):
+        return None
+    if not unfinished and not all(
         value.isfinite().all() or (name in exact and comparable(name, value, exact[name]))
         for name, value in eager.values.items()
     ):
@@ -359,7 +391,10 @@ def _expected(
             compiled_values = observe(varied(again, variation), call, model, case, graded=graded).values
             for name in eager.values.keys() & compiled_values.keys():
                 value, other = eager.values[name], compiled_values[name]
+                if unfinished and not _same_ends(value, other):
+                    return None
                 if value.shape == other.shape:
+                    value, other = map(_finite, (value, other)) if unfinished else (value, other)
                     allowance[name] += FACTOR * error_pair(name, value, other, value, 0.0).compiled  # against eager
     if variation and any(_is_vague(name, eager, allowance[name]) for name in eager.values):
         return None
@@ -373,7 +408,7 @@ def _as_exact(eager: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, T
         for name, value in exact.items()
         if name in eager
         and value.shape == eager[name].shape
-        and error_pair(name, value, eager[name], value, 0.0).compiled <= _LARGEST_ALLOWANCE
+        and error_pair(name, _finite(value), _finite(eager[name]), _finite(value), 0.0).compiled <= _LARGEST_ALLOWANCE
     }
     return {**eager, **near}
 
@@ -410,17 +445,32 @@ def _difference(
         if _is_vague(name, expected.eager, allowance):
             change = f"{allowance / FACTOR:.2g}"
             return Refusal(f"compiling the unchanged model changes {name} by {change}, so nothing can be compared")
+        if expected.variation in _UNFINISHED:
+            if not _same_ends(eager, value):
+                return Refusal(f"{name} is NaN or infinite at other places", out_of_bound=True)
+            eager, value, exact = map(_finite, (eager, value, exact))
         pair = error_pair(name, eager, value, exact, allowance)
         if not pair.holds:
             return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", out_of_bound=True)
     return None
 
 
+def _same_ends(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are NaN and infinite at the same places."""
+    ends = (torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(nan=1.0) for tensor in (one, other))
+    return torch.equal(*ends)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """The tensor with zeros in the place of NaN and infinity."""
+    return torch.where(tensor.isfinite(), tensor, 0.0)
+
+
 def _is_vague(name: str, eager: Observation, allowance: float) -> bool:
     """Whether a bound would let a wrong value pass, and not because all of the value is rounding errors."""
     if allowance <= _LARGEST_ALLOWANCE:
         return False
-    sizes = {name: torch.linalg.vector_norm(value).item() for name, value in eager.values.items()}
+    sizes = {name: torch.linalg.vector_norm(_finite(value)).item() for name, value in eager.values.items()}
     return sizes[name] >= _LARGEST_NOISE * max(sizes.values())  # smaller is the gradient of a bias before a norm
 
 
