@@ -13,7 +13,7 @@ from compile_bench.catalogue import CAUSES, advise, match, match_recompile
 from compile_bench.catalogue.source import Source
 from compile_bench.catalogue.use import Use
 
-from .advice_programs import APPEAR, BREAKS, GUARDS, SILENT
+from .advice_programs import APPEAR, BRANCH, BREAKS, GUARDS, SILENT
 
 read = cache(Source.read)
 
@@ -143,6 +143,26 @@ def test_a_number_of_numpy_is_no_tensor():
     for value, advised in (("np.percentile(x.numpy(), 90)", False), ("x.max()", True)):
         use = Use(*program(f"q = {value}\nreturn x * float(q)  #!"))
         assert bool(advise([CAUSES["item"]], use)) is advised
+
+
+@pytest.mark.parametrize(
+    ("body", "advised"),
+    [
+        ("if x.max() > 9:  #!\n    x = x / 9\nreturn self.layer(x)", True),
+        ("if x.max() > 9:  #!\n    x = x / 9\nself.calls += 1\nreturn self.layer(x)", True),
+        ("if x.max() > 9:  #!\n    x = x / 9\nx.mul_(2)\nreturn self.layer(x)", False),
+        ("if x.max() > 9:  #!\n    x = x / 9\nx[0] = 0\nreturn self.layer(x)", False),
+        ("if x.max() > 9:  #!\n    x = x / 9\nx[0].view(-1).add_(1)\nreturn self.layer(x)", False),
+        ("if x.max() > 9:  #!\n    x = x / 9\nx += 1\nreturn self.layer(x)", False),
+        ("if x.max() > 9:  #!\n    x = x / 9\ntorch.mul(x, 2, out=x)\nreturn self.layer(x)", False),
+        ("if x.max() > 9:  #!\n    y = x\nelse:\n    y = x / 9\ny.mul_(2)\nreturn y", False),
+        ("if x.max() > 9:  #!\n    x = x / 9\nz = x\nz.mul_(2)\nreturn self.layer(x)", False),
+        ("n.add_(1)\ny = x * 2\nif y.max() > 9:  #!\n    y = y / 9\nreturn self.layer(y)", True),
+    ],
+)
+def test_a_side_that_is_the_callers_tensor_is_not_chosen_where_it_is_changed(body, advised):
+    use, causes = on_break(*program(body), BRANCH)
+    assert bool(advise(causes, use)) is advised
 
 
 def test_advice_about_unknown_code_comes_with_its_condition():

@@ -133,9 +133,49 @@ def _only_values(use: Use, accepts: Callable[[ast.expr], bool]) -> bool:
         return False
     sides = [statement.body, statement.orelse]
     values = [value_of(statement) for side in sides for statement in side]
-    if any(value is None for value in values) or not _gives_both(use, sides):
+    if any(value is None for value in values) or not _gives_both(use, sides) or _reaches_an_argument(use, statement):
         return False
     return all(value is not None and accepts(value) for value in values)
+
+
+def _reaches_an_argument(use: Use, branch: ast.If) -> bool:
+    """Whether what follows may write into a tensor that a side leaves as it is: torch.where makes another one."""
+    inside = (*branch.body, *branch.orelse)
+    assigned = set[str]().union(*map(assigned_in, inside))
+    again = any(isinstance(outer, LOOPS) for outer in statements_around(use))
+    later = (node for node in use.within if again or getattr(node, "lineno", 0) > (branch.end_lineno or branch.lineno))
+    changed = {_root(target) for node in later for target in _changed_in_place(node)} - {"self"}
+    left = {value.id for inner in inside if isinstance(value := value_of(inner), ast.Name)}
+    left |= set() if branch.orelse else assigned
+    # By another name, too: an argument is the caller's.
+    arguments = parameters(use.function) if use.function is not None else set()
+    return bool(changed & assigned) or bool(changed and left & arguments)
+
+
+def _changed_in_place(node: ast.AST) -> list[ast.expr]:
+    """The expressions whose values a node changes in place."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=method, value=value)) if _is_in_place(method):
+            # Of a module, such as F.relu_(x) or nn.init.zeros_(x), the first argument.
+            return [value, *node.args[:1]]
+        case ast.keyword(arg="out", value=value):
+            return [value]
+        case ast.AugAssign(target=target):
+            return [target]
+        case ast.Assign(targets=targets):
+            return [target for target in targets if isinstance(target, ast.Subscript)]
+    return []
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.endswith("__")
+
+
+def _root(node: ast.expr) -> str:
+    """The name that an expression begins with: ``x`` for ``x[0].view(-1)``."""
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _gives_both(use: Use, sides: list[list[ast.stmt]]) -> bool:
@@ -168,21 +208,24 @@ def changes_nothing(node: ast.AST) -> bool:
         match part:
             case ast.Call(func=function):
                 name = name_of(function)
-                if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
+                if name in _EFFECTS or _is_in_place(name):
                     return False
             case ast.NamedExpr() | ast.Await() | ast.Yield() | ast.YieldFrom():
                 return False
     return True
 
 
-@condition("both sides only assign the same local names, or return, and compute elementwise")
+@condition(
+    "both sides only assign the same local names, or return, and compute elementwise; what they assign is not changed "
+    "in place"
+)
 def elementwise_sides(use: Use) -> bool:
     return _only_values(use, is_elementwise)
 
 
 @condition(
-    "both sides only assign the same local names, or return, and change nothing else; they must give tensors of the "
-    "same shapes"
+    "both sides only assign the same local names, or return, and change nothing else; what they assign is not changed "
+    "in place; they must give tensors of the same shapes"
 )
 def pure_sides(use: Use) -> bool:
     return _only_values(use, lambda value: changes_nothing(value) and not is_constant(value))
