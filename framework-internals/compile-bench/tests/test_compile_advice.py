@@ -4,11 +4,13 @@ import ast
 import inspect
 import json
 import textwrap
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from compile_bench.capture.frames import Frame
 from compile_bench.catalogue import CAUSES, advise, match, match_recompile
 from compile_bench.catalogue.source import Source
 from compile_bench.catalogue.use import Use
@@ -163,6 +165,17 @@ def test_a_number_of_numpy_is_no_tensor():
 def test_a_side_that_is_the_callers_tensor_is_not_chosen_where_it_is_changed(body, advised):
     use, causes = on_break(*program(body), BRANCH)
     assert bool(advise(causes, use)) is advised
+
+
+def test_a_check_whose_error_a_caller_catches_is_not_to_be_made_on_the_device(tmp_path):
+    check = "def check(x):\n    if x.max() > 9:  #!\n        raise ValueError\n    return x\n"
+    handled = "def {}(x):\n    try:\n        return {}(x)\n    except ValueError:\n        return -x\n"
+    (caller := tmp_path / "caller.py").write_text(handled.format("forward", "block"))
+    use, causes = on_break(*program(check), BRANCH)
+    assert cases_of(advise(causes, use)) == ["raise-on-value"]
+    assert not advise(causes, replace(use, stack=(Frame(str(caller), 3, "forward"),)))
+    inside, causes = on_break(*program(check + "\n\n" + handled.format("forward", "check")), BRANCH)
+    assert not advise(causes, inside)
 
 
 def test_advice_about_unknown_code_comes_with_its_condition():

@@ -906,6 +906,8 @@ def test_a_change_that_removes_a_guard_is_refused(folder, monkeypatch, guard, va
 
 def test_a_loop_that_infinity_keeps_running_is_not_given_it(folder):
     path, written = folder / "triage_model.py", folder / "reference.pt"
-    path.write_text(GUARDED.replace("        if UNUSUAL", "        while x.norm() > 4:\n            x = x / 2\n        if 0"))
+    path.write_text(
+        GUARDED.replace("        if UNUSUAL", "        while x.norm() > 4:\n            x = x / 2\n        if 0")
+    )
     reference(Case(f"{path}:target", "cpu", train=False), path=written)
     assert not {variant.variation for variant in proof.read_reference(written).variants} & proof._UNFINISHED.keys()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from compile_bench.capture.frames import Frame
 from compile_bench.capture.trace import named
 from compile_bench.catalogue.source import FUNCTIONS, Source, dotted, last_name
 
@@ -86,6 +87,7 @@ class Use:
     value: str = ""  # the value that a guard checked, as the code names it, such as self.calls; empty for a break
     guard: str = ""  # the guard; empty for a break
     static_shapes: bool = False  # whether the model is compiled with dynamic=False
+    stack: tuple[Frame, ...] = ()  # the frames that called the function
 
     @classmethod
     def of_guard(cls, syntax: Source, line: int, guard: str, *, static_shapes: bool = False) -> Use:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from compile_bench.capture.trace import RECOMPILE_LIMIT, Break
 from compile_bench.catalogue.conditions.constructs import clock_reads, time_decides
+from compile_bench.catalogue.conditions.statements import calls_of, is_caught
 from compile_bench.catalogue.source import (
     FUNCTIONS,
     Edit,
@@ -370,7 +370,7 @@ def _assert_async(source: Source, statement: ast.stmt, met: Break) -> list[Edit]
     if len(statement.body) != 1 or statement.orelse or not isinstance(statement.body[0], ast.Raise):
         return []
     condition = _condition(source, statement.test)
-    if condition is None or not source.text(statement).startswith("if ") or _is_caught(source, statement, met):
+    if condition is None or not source.text(statement).startswith("if ") or is_caught(source, statement, met.stack):
         return []
     match statement.body[0].exc:
         case ast.Call(args=[ast.Constant(value=str()) as said, *_]):
@@ -381,35 +381,6 @@ def _assert_async(source: Source, statement: ast.stmt, met: Break) -> list[Edit]
     check = f"torch._assert_async(torch.logical_not({condition}), {message})"
     head = f"if {_COMPILING}:{newline}{indent}{_unit(indent)}{check}{newline}{indent}elif"
     return [Edit(start, start + len("if"), head)]
-
-
-def _is_caught(source: Source, statement: ast.stmt, met: Break) -> bool:
-    """Whether the function that raises an error, or a caller, handles it. No code can handle an error on the device."""
-    function = source.function(statement)
-    called = _calls_of(source, function.name) if function is not None else []
-    around = [(source, node) for node in (statement, *called)]
-    for frame in met.stack:
-        try:
-            other = Source.read(Path(frame.file))
-        except (OSError, SyntaxError):
-            continue
-        around += [(other, node) for node in other.statements(frame.line)]
-    return any(_is_handled(owner, node) for owner, node in around)
-
-
-def _is_handled(source: Source, node: ast.AST) -> bool:
-    """Whether the function around a node handles errors of the node."""
-    function = source.function(node)
-    for around in source.above(node):
-        if around is function:
-            return False
-        if isinstance(around, ast.Try) and around.handlers:
-            return True
-        if isinstance(around, ast.With):
-            calls = [item.context_expr for item in around.items if isinstance(item.context_expr, ast.Call)]
-            if any(last_name(call.func) == "suppress" for call in calls):
-                return True
-    return False
 
 
 # -- values that Python reads --------------------------------------------------------------------------------------
@@ -484,7 +455,7 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
             loads = [node for node in names if isinstance(node.ctx, ast.Load)] + in_place
             return bool(loads) and all(_goes_into_arithmetic(source, load) for load in loads)
         case ast.Return() if function is not None and function.name.startswith("_"):  # others call it elsewhere
-            calls = _calls_of(source, function.name)
+            calls = calls_of(source, function.name)
             mentions = [node for node in ast.walk(source.tree) if isinstance(node, (ast.Name, ast.Attribute))]
             called_only = len(calls) == sum(last_name(node) == function.name for node in mentions)
             returned = any(isinstance(source.parents[call], ast.Return) for call in calls)
@@ -536,12 +507,6 @@ def _outlasts_call(target: ast.expr) -> bool:
         case ast.Attribute() | ast.Subscript(slice=ast.Constant(value=str())):
             return True
     return False
-
-
-def _calls_of(source: Source, name: str) -> list[ast.Call]:
-    """The calls in a file of anything with this name: ``name()``, ``self.name()`` and the like."""
-    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
-    return [call for call in calls if last_name(call.func) == name]
 
 
 def _masked_sum(source: Source, statement: ast.stmt, met: Break) -> list[Edit]:

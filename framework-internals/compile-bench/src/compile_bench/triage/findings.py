@@ -80,7 +80,7 @@ def advice_on_break(
     if _NO_FAKE in met.reason:
         return [Advised("", _REGISTER_FAKE)]
     source = read(met.file)
-    return advise(causes, None if source is None else Use(source, met.line, met.columns))
+    return advise(causes, None if source is None else Use(source, met.line, met.columns, stack=met.stack))
 
 
 def _advice_on_guard(again: Recompile, *, static_shapes: bool) -> list[Advised]:

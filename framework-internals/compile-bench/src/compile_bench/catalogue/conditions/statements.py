@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
+from compile_bench.capture.frames import Frame
 from compile_bench.catalogue.conditions.condition import Condition, condition, with_arguments
-from compile_bench.catalogue.source import dotted, is_elementwise, is_quiet
+from compile_bench.catalogue.source import Source, dotted, is_elementwise, is_quiet, last_name
 from compile_bench.catalogue.use import KEEPING, Use, UsedAs, assigned_in, is_constant, name_of, parameters
 
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
@@ -271,7 +273,45 @@ def body_writes(use: Use) -> bool:
     return isinstance(use.statement, ast.If) and not use.statement.orelse and all(map(_writes_only, use.statement.body))
 
 
-@condition("the branch does nothing but raise, and the function does not catch the error")
+def calls_of(source: Source, name: str) -> list[ast.Call]:
+    """The calls in a file of anything with this name: ``name()``, ``self.name()`` and the like."""
+    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+    return [call for call in calls if last_name(call.func) == name]
+
+
+def is_caught(source: Source, statement: ast.stmt, stack: Iterable[Frame]) -> bool:
+    """Whether the function that raises an error, or a caller, handles it. No code can handle an error on the device.
+
+    ``stack`` are the frames that called the function when it broke.
+    """
+    function = source.function(statement)
+    called = calls_of(source, function.name) if function is not None else []
+    around = [(source, node) for node in (statement, *called)]
+    for frame in stack:
+        try:
+            other = Source.read(Path(frame.file))
+        except (OSError, SyntaxError):
+            continue
+        around += [(other, node) for node in other.statements(frame.line)]
+    return any(_is_handled(owner, node) for owner, node in around)
+
+
+def _is_handled(source: Source, node: ast.AST) -> bool:
+    """Whether the function around a node handles errors of the node."""
+    function = source.function(node)
+    for around in source.above(node):
+        if around is function:
+            return False
+        if isinstance(around, ast.Try) and around.handlers:
+            return True
+        if isinstance(around, ast.With):
+            calls = [item.context_expr for item in around.items if isinstance(item.context_expr, ast.Call)]
+            if any(last_name(call.func) == "suppress" for call in calls):
+                return True
+    return False
+
+
+@condition("the branch does nothing but raise, and neither the function nor a caller catches the error")
 def raises_uncaught(use: Use) -> bool:
     statement = use.statement
     is_check = isinstance(statement, ast.Assert) or (
@@ -280,7 +320,7 @@ def raises_uncaught(use: Use) -> bool:
         and len(statement.body) == 1
         and isinstance(statement.body[0], ast.Raise)
     )
-    return is_check and not any(isinstance(outer, ast.Try) and outer.handlers for outer in statements_around(use))
+    return statement is not None and is_check and not is_caught(use.syntax, statement, use.stack)
 
 
 @condition("the loop only assigns local names, elementwise, and a largest number of iterations is known")
