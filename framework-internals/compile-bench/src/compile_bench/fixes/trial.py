@@ -257,9 +257,12 @@ def _is_other(target: Target, variation: str) -> bool:
 
 def _may_not_end() -> bool:
     """Whether a file of the user's has a loop that NaN or infinity, which never becomes smaller, may keep running."""
-    files = [str(module.__file__) for module in user_modules(user_code_filter()).values()]
-    sources = [Path(file).read_bytes() for file in files if file.endswith(".py") and Path(file).is_file()]
-    return any(isinstance(node, ast.While) for source in sources for node in ast.walk(ast.parse(source)))
+    for module in user_modules(user_code_filter()).values():
+        with suppress(OSError, SyntaxError, ValueError):  # no Python, or changed since it was loaded
+            tree = ast.parse(Path(str(module.__file__)).read_bytes())
+            if any(isinstance(node, ast.While) for node in ast.walk(tree)):
+                return True
+    return False
 
 
 def _eager(target: Target, case: Case, variation: str, graded: bool, anew: bool = False) -> Observation:
