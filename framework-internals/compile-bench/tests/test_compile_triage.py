@@ -263,6 +263,9 @@ def test_a_target_without_findings_is_told_what_was_compiled():
         "training: all of it is compiled, as 1 graph with 3 operations",
         "inference: it computes nothing with tensors, so there is nothing to compile",
     ]
+    refused = replace(nothing, failures=("RuntimeError: not a scripted model",))
+    (told,) = printed_text(describe_report, TriageReport.of_surveys("m", (refused,)), {}).splitlines()[1:]
+    assert told.startswith("inference raises where it is compiled")
 
 
 UNTRAINABLE = """\

@@ -17,7 +17,9 @@ from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.measure import survey as survey_module
+from compile_bench.measure.accuracy import draws_random_numbers
 from compile_bench.measure.records import Survey, place_of
+from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey import (
     GraphTimer,
     costs_of,
@@ -801,3 +803,36 @@ def test_a_hook_is_no_method_of_the_module_that_it_is_given():
     x = torch.ones(2, 4, requires_grad=True)
     (found,) = EagerWatch(model.modules(), user_code_filter()).run(lambda: model(x).sum().backward())
     assert (found.frame.function, found.method_of) == ("scaled", "")
+
+
+SCRIPTED = """
+import torch
+
+def target():
+    return torch.jit.script(torch.nn.Linear(4, 4)), (torch.ones(2, 4),)
+"""
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_scripted_model_raises_only_when_it_is_compiled(folder, train):
+    (failure,) = surveyed(folder, SCRIPTED, train=train).failures
+    assert failure.startswith("RuntimeError: torch.compile does not support compiling torch.jit.script")
+    assert failure.endswith("; compile the original eager module instead")
+
+
+EXPORTED = """
+import torch
+
+def target():
+    arguments = (torch.ones(2, 4),)
+    return torch.export.export(torch.nn.Linear(4, 4), arguments).module(), arguments
+"""
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_an_exported_program_keeps_its_mode(folder, train):
+    found = surveyed(folder, EXPORTED, train=train)
+    assert (found.failures, found.breaks) == ((), ())
+    assert found.notes == ("the model is not put into this mode: its own one is fixed, as that of an exported program",)
+    target = load_case(found.case)
+    assert not draws_random_numbers(target, train=train, fresh=True)

@@ -106,7 +106,7 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> list[Bloc
     summary = [_headline(report), *_regions(report), *report.raised]
     lines = by_line(report.findings)
     if not lines and not report.recompiles:
-        summary += map(_compiled, report.surveys)
+        summary += map(_compiled, [survey for survey in report.surveys if not survey.failures])
     told: dict[str, list[str]] = {}
     consequences = _consequences(report)
     own = [line for line in lines if not all(finding.follows_from for finding in line)]

@@ -43,7 +43,7 @@ from benchkit.errors import first_line
 from compile_bench.measure.records import Accuracy, ErrorPair
 from compile_bench.targets.randomness import changes_with_the_seed
 from compile_bench.targets.regional import OwnRegions
-from compile_bench.targets.target import Target, tensors_in
+from compile_bench.targets.target import Target, in_mode, tensors_in
 
 # The norm of n independent roundings varies by a share of 1/√(2n), so a factor of 3 is never chance for a large tensor.
 FACTOR = 3.0
@@ -373,7 +373,7 @@ def draws_random_numbers(target: Target, *, train: bool, fresh: bool = False) ->
     Unless each call is the first of a copy (``fresh``), a model that counts its calls and computes with the count looks
     as if it did.
     """
-    kept = target.copied().train(train)
+    kept = in_mode(target.copied(), train=train)
 
     def output(model: nn.Module) -> Tensor:
         with torch.set_grad_enabled(train):  # the model may do its own backward pass
@@ -381,4 +381,4 @@ def draws_random_numbers(target: Target, *, train: bool, fresh: bool = False) ->
 
     if not changes_with_the_seed(lambda: output(kept)):
         return False
-    return not fresh or changes_with_the_seed(lambda: output(target.copied().train(train)))
+    return not fresh or changes_with_the_seed(lambda: output(in_mode(target.copied(), train=train)))

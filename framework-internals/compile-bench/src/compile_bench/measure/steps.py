@@ -30,7 +30,7 @@ from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules
 from compile_bench.targets.regional import compile_case
-from compile_bench.targets.target import Step, Target, describe_error
+from compile_bench.targets.target import Step, Target, describe_error, in_mode
 
 # The allocator's pool of everything except captured graphs, each of which has its own pool.
 _COMMON_POOL = (0, 0)
@@ -40,10 +40,10 @@ _GPU = "gpu"
 
 
 def load_case(case: Case) -> Target:
-    """The target of a case on its device, in training or evaluation mode."""
+    """The target of a case on its device, in training or evaluation mode unless its mode is fixed."""
     torch.manual_seed(0)
     target = load_target(case.target, case.device)
-    target.model.train(case.train)
+    in_mode(target.model, train=case.train)
     return target
 
 

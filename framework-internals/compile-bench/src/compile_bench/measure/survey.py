@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import sys
 import time
 import traceback
@@ -68,7 +69,7 @@ from compile_bench.targets.overlay import (
 )
 from compile_bench.targets.randomness import generators, seed_everything
 from compile_bench.targets.regional import OwnRegions, compile_case, inside_regions, regions_compiled_with
-from compile_bench.targets.target import FunctionModel, Step, Target, describe_error
+from compile_bench.targets.target import FunctionModel, Step, Target, describe_error, has_fixed_mode
 
 # -- what breaks cost: Python time between two graphs, the tensors in between, additional compilation ------------------
 
@@ -330,12 +331,17 @@ class TracingPass:
 
     def add_failure(self, error: Exception, seed: int, user_code: UserCodeFilter) -> None:
         """Add an error, and its place as a break."""
-        self.failures[first_line(error)] = None
+        remedy = _REMEDY.search(str(error))
+        self.failures[f"{first_line(error)}; {remedy[1]}" if remedy else first_line(error)] = None
         place = broken_in_error(str(error), type(error).__name__, user_code, raised_at(error))
         if place is not None:
             # Dynamo reports the same error at the library's line, without the user's line.
             self.breaks = [met for met in self.breaks if met[1].place != place.library or not place.library]
             self.breaks.append((seed, place))
+
+
+# The line of an error's message in which PyTorch says what to do.
+_REMEDY = re.compile(r"^Workaround: (.+?)[:.]?$", re.MULTILINE)
 
 
 def _without_hooks(target: Target) -> list[str]:
@@ -362,7 +368,12 @@ def trace_target(
     with regions, untimed_guards(), Collector() as collector:
         model = own_model(target, case)
         inside = inside_regions(model, case)
-        compiled = compile_case(model, case, backend=timer)
+        try:
+            compiled = compile_case(model, case, backend=timer)
+        except UserError:
+            raise
+        except Exception as refused:  # before the first step, as for a scripted model
+            return _refused_at_once(refused, target, case, seeds[0])
         watch = EagerWatch([*inside, *(compiled.modules() if isinstance(compiled, FunctionModel) else ())], user_code)
         steps = _Steps(target, case, compiled, collector, watch, backend)
         seen = steps.seen
@@ -379,6 +390,13 @@ def trace_target(
         seen.add_failure(error, steps.seed, user_code)
     if tell:
         seen.tell([met for _, met in seen.breaks], case)
+    return seen
+
+
+def _refused_at_once(error: Exception, target: Target, case: Case, seed: int) -> TracingPass:
+    """The pass of a model that torch.compile does not take, although it runs eagerly."""
+    seen = TracingPass(eager_failure=_eager_failure(target, case, 1))
+    seen.add_failure(error, seed, user_code_filter())
     return seen
 
 
@@ -597,6 +615,9 @@ def _in_unchanged_model(met: Break) -> bool:
     return not changed and not met.reason.startswith(ITERATOR_IN_USE)
 
 
+_FIXED_MODE = "the model is not put into this mode: its own one is fixed, as that of an exported program"
+
+
 def _names(breaks: Iterable[Break]) -> str:
     return distinct(f"{Path(met.file).name}:{met.line}" for met in breaks)
 
@@ -640,6 +661,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
         user_files=frozenset(met.file for met in merged if user_code.is_user(met.file)),
         notes=(
             *([f"the model {seen.eager_failure}"] if seen.eager_failure else ()),
+            *([_FIXED_MODE] if has_fixed_mode(target.model) else ()),
             *(_without_hooks(target) if case.train else ()),
             *hidden.notes,
         ),

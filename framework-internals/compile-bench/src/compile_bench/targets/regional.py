@@ -25,7 +25,7 @@ from benchkit import UserError
 from compile_bench.capture.collector import compiler_off, user_code_filter
 from compile_bench.targets.case import Case
 from compile_bench.targets.randomness import generators_restored
-from compile_bench.targets.target import FunctionModel
+from compile_bench.targets.target import FunctionModel, in_mode
 
 Signature = tuple[type[nn.Module], tuple[tuple[str, torch.Size], ...]]
 Backend = Callable[..., Any]
@@ -161,7 +161,7 @@ class OwnRegions(nn.Module):
             copied = self._load()
         copied.load_state_dict(self.state_dict())
         first = next(self.parameters(), None)
-        return copied.to(first.dtype if first is not None else None).train(self.training)
+        return in_mode(copied.to(first.dtype if first is not None else None), train=self.training)
 
     @property
     def text(self) -> str:

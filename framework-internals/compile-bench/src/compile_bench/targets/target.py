@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
@@ -230,6 +230,22 @@ def tensors_in(output: Any) -> list[Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             tensors += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
     return tensors
+
+
+def in_mode(model: nn.Module, *, train: bool) -> nn.Module:
+    """The model in training or evaluation mode; as it is if its mode is fixed, as that of an exported program."""
+    with suppress(NotImplementedError):
+        model.train(train)
+    return model
+
+
+def has_fixed_mode(model: nn.Module) -> bool:
+    """Whether a model refuses to be put into its own mode."""
+    try:
+        model.train(model.training)
+    except NotImplementedError:
+        return True
+    return False
 
 
 def describe_error(error: BaseException) -> str:
