@@ -805,6 +805,22 @@ def test_a_hook_is_no_method_of_the_module_that_it_is_given():
     assert (found.frame.function, found.method_of) == ("scaled", "")
 
 
+SUBCLASS = """
+import torch
+
+class Marked(torch.Tensor):
+    pass
+
+def target():
+    return torch.nn.Linear(4, 4), (torch.ones(2, 4).as_subclass(Marked),)
+"""
+
+
+def test_an_argument_that_the_compiler_cannot_take_raises_in_inference_too(folder):
+    (failure,) = surveyed(folder, SUBCLASS).failures
+    assert failure.startswith("TypeError: Multiple dispatch failed")
+
+
 SCRIPTED = """
 import torch
 

@@ -400,6 +400,29 @@ def _refused_at_once(error: Exception, target: Target, case: Case, seed: int) ->
     return seen
 
 
+def _error_of_lowering(target: Target, case: Case, seed: int) -> Exception | None:
+    """What an inference step raises in AOTAutograd, where Inductor begins, as for an argument of a subclass of Tensor.
+
+    Not the backend of all steps: of two floats that change, ``aot_eager`` compiles again where Inductor does not.
+    """
+    torch.compiler.reset()
+    backend = backend_of("aot_eager")
+
+    def for_region(wanted: str | Callable[..., Any]) -> Callable[..., Any]:
+        return backend if wanted == "inductor" else backend_of(wanted)
+
+    regions = regions_compiled_with(for_region) if isinstance(target.model, OwnRegions) else nullcontext()
+    seed_everything(seed)
+    try:
+        with regions:
+            target.step(compile_case(own_model(target, case), case, backend=backend), train=False)()
+    except Exception as error:  # whatever the compiler raises
+        return error
+    finally:
+        torch.compiler.reset()
+    return None
+
+
 class _Steps:
     """The steps of a tracing pass, and what they have shown until now."""
 
@@ -642,6 +665,10 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True, cos
     seen = trace_target(target, case, seeds, cost=cost, tell=True)
     seconds = time.perf_counter() - start
     hidden = breaks_behind_skipped_frames(case, seen, seeds) if behind else Hidden()
+    if behind and not case.train and not (seen.breaks or seen.failures or seen.eager_failure):  # a clean verdict
+        error = _error_of_lowering(target, case, seeds[0])
+        if error is not None and not _eager_failure(target, case, 1):
+            seen.add_failure(error, seeds[0], user_code)
     breaks = seen.breaks + hidden.breaks
     merged = merge_breaks(met for _, met in breaks)
     seeds_of: dict[Hashable, dict[int, None]] = defaultdict(dict)  # sets that keep their order
