@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     locked = command("lock", "mlp", "--file", str(tmp_path / "file" / "lock.json"), "--device", "cpu")
     assert locked.exit_code == 2
-    assert "File exists; remove the file that stands where a folder should be" in locked.output
+    assert "lock.json cannot be written: File exists; name another folder" in locked.output
     shaped = command("shapes", "mlp", "--schedule", "growing", "--device", "cpu")
     assert shaped.exit_code == 2
     assert "--schedule takes last-batch, batch-1, growing-sequence, got 'growing'" in shaped.output
