@@ -90,7 +90,7 @@ def load(path: Path) -> Checkpoint:
     """Read a checkpoint on the CPU, without executing code that the file may contain.
 
     Raises:
-        UserError: If the file does not exist, is damaged or has another format. It is read into memory twice.
+        UserError: If the file does not exist, is damaged or has another format.
     """
     try:
         content = torch.load(_verified(path), map_location="cpu", weights_only=True)
@@ -108,7 +108,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def _verified(path: Path) -> io.BytesIO:
-    """The archive written anew, from records whose checksums hold.
+    """The archive written anew in memory, from records whose checksums hold.
 
     torch.load does not verify checksums, and reads damaged fields of the directory in another way than zipfile does:
     of a record that is marked as a folder it makes a tensor of whatever is in memory.

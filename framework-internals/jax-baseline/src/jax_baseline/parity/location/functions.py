@@ -132,7 +132,7 @@ def _cancellation(of_torch: list[Operation], of_jax: list[Operation]) -> str:
         for name, operations in (("torch", of_torch), ("JAX", of_jax))
     }
     less, more = sorted(last, key=last.__getitem__)
-    if last[more] <= _MUCH * last[less]:
+    if not 0 < _MUCH * last[less] < last[more]:
         return ""
     return (
         f"rounding, which one unit in the last place of each operand moves by {last[more]:.0e} in {more} and by "
