@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from compile_bench.capture.trace import RECOMPILE_LIMIT, Break
 from compile_bench.catalogue.conditions.constructs import clock_reads, time_decides
-from compile_bench.catalogue.conditions.statements import calls_of, is_caught
+from compile_bench.catalogue.conditions.statements import calls_of, is_caught, is_in_place
 from compile_bench.catalogue.source import (
     FUNCTIONS,
     Edit,
@@ -267,7 +267,7 @@ def _is_written_through(source: Source, side: ast.expr) -> bool:
     names = {source.text(side), *assigned}
     for node in ast.walk(source.tree):
         match node:
-            case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_") and not method.endswith("__"):
+            case ast.Call(func=ast.Attribute(attr=method)) if is_in_place(method):
                 return True
             case ast.keyword(arg="out"):
                 return True

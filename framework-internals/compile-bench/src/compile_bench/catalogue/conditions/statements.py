@@ -157,7 +157,7 @@ def _reaches_an_argument(use: Use, branch: ast.If) -> bool:
 def _changed_in_place(node: ast.AST) -> list[ast.expr]:
     """The expressions whose values a node changes in place."""
     match node:
-        case ast.Call(func=ast.Attribute(attr=method, value=value)) if _is_in_place(method):
+        case ast.Call(func=ast.Attribute(attr=method, value=value)) if is_in_place(method):
             # Of a module, such as F.relu_(x) or nn.init.zeros_(x), the first argument.
             return [value, *node.args[:1]]
         case ast.keyword(arg="out", value=value):
@@ -169,7 +169,8 @@ def _changed_in_place(node: ast.AST) -> list[ast.expr]:
     return []
 
 
-def _is_in_place(method: str) -> bool:
+def is_in_place(method: str) -> bool:
+    """Whether a method changes its object in place, by the name that torch gives such a one."""
     return method.endswith("_") and not method.endswith("__")
 
 
@@ -210,7 +211,7 @@ def changes_nothing(node: ast.AST) -> bool:
         match part:
             case ast.Call(func=function):
                 name = name_of(function)
-                if name in _EFFECTS or _is_in_place(name):
+                if name in _EFFECTS or is_in_place(name):
                     return False
             case ast.NamedExpr() | ast.Await() | ast.Yield() | ast.YieldFrom():
                 return False
