@@ -305,6 +305,17 @@ def test_a_wrong_gradient_is_found_though_the_output_is_right():
     assert accuracy.attempts == ATTEMPTS
 
 
+def test_a_wrong_gradient_of_an_argument_is_found():
+    x = torch.randn(4, 8, requires_grad=True)
+    x.grad = torch.ones_like(x)  # of the steps that were timed
+    made = Target(Drawing(lambda x: x * x), (x,))
+    assert compare_with_eager(made, made.model, made.model, train=True).holds
+    accuracy = compare_with_eager(made, lambda x: x * x.detach(), made.model, train=True)
+    assert accuracy.output.holds
+    assert (accuracy.gradient.name, accuracy.gradient.holds) == ("argument 1", False)
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 def test_a_gradient_that_jumps_is_looked_at_with_other_weights():
     made = target()
     model = made.copied()

@@ -13,9 +13,9 @@ argument.
 
 The gradient of ReLU, max pooling or a top-k choice jumps where its input changes sign or order. One of a million inputs
 may lie so close to the jump that two correct computations are on different sides of it. Its term is then in one
-gradient and not in the other. So if gradients are outside the bound and outputs within, all weights are moved by about
-a percent and everything is compared again. A wrong computation stays wrong; a jump is then close to another input, or
-to none.
+gradient and not in the other. So if gradients are outside the bound and outputs within, all that has a gradient is moved
+by about a percent and everything is compared again. A wrong computation stays wrong; a jump is then close to another
+input, or to none.
 
 Each of several outputs is compared by itself as well, since the largest one would hide the others, and in training each
 output beside the loss. So would what fills masked places: infinities are compared by place and sign, and elements of
@@ -90,16 +90,21 @@ def _incomparable(target: Target, *, train: bool) -> str:
 
 
 def _moved(target: Target, attempt: int) -> Target:
-    """The target itself at the first attempt; later a copy with every weight moved by about a percent."""
+    """The target itself at the first attempt; later a copy with all that has a gradient moved by about a percent."""
     if attempt == 1:
         return target
     model = target.copied()
     generator = torch.Generator().manual_seed(attempt)
+
+    def moved(tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, device="cpu")
+        return tensor * (1 + MOVED * noise.to(tensor.device, tensor.dtype))
+
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
-            parameter.mul_(1 + MOVED * noise.to(parameter.device, parameter.dtype))
-    return replace(target, model=model)
+            parameter.copy_(moved(parameter))
+        arguments = target.mapped(lambda leaf: moved(leaf).requires_grad_() if leaf.requires_grad else leaf)
+    return replace(arguments, model=model)
 
 
 # Attributes that a step may change and that a copy can be given.
@@ -156,7 +161,8 @@ def _same(one: Any, other: Any) -> bool:
 class _Results:
     """What one forward pass, in training with its backward pass, computes."""
 
-    # Under "output" all outputs as one vector, in training the loss; then each output, and in training the gradients.
+    # Under "output" all outputs as one vector, in training the loss; then each output, and in training the gradients,
+    # those of arguments included.
     values: Values
     chosen: Values  # outputs without floating-point numbers
     signature: tuple[str, ...]  # dtype and shape of each output
@@ -244,9 +250,12 @@ def _named(names: Sequence[str]) -> str:
 
 def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, train: bool) -> _Results:
     """The results of a call with copies of the arguments, since it may write into them."""
-    model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     asked = target.with_own_arguments()
+    learned = dict(model.named_parameters())
+    learned |= {f"argument {number}": tensor for number, tensor in enumerate(asked.tensors, 1) if tensor.is_leaf}
+    for tensor in learned.values():  # a copy of an argument has the gradients of the steps before
+        tensor.grad = None
     with torch.set_grad_enabled(train):
         output = asked.forward(call)
     tensors = dict(zip(output_names(output), tensors_in(output), strict=True))
@@ -259,7 +268,7 @@ def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, trai
     loss = asked.backward(output)
     is_loss = target.loss is None and [tensors[name].ndim for name in single] == [0]
     beside = {} if is_loss else {f"{name} of the model": values for name, values in single.items()}
-    gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: vector(tensor.grad).clone() for name, tensor in learned.items() if tensor.grad is not None}
     model.zero_grad(set_to_none=True)
     return _Results({"output": flat(loss), **beside, **gradients}, chosen, signature)
 
