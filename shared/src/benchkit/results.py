@@ -461,6 +461,26 @@ def require_writable(path: Path) -> None:
 
 
 @contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Wait until no other process changes a file, and keep others waiting inside the block.
+
+    The lock is on the folder itself, so that no lock file remains.
+
+    Raises:
+        UserError: If the folder, which is created if it does not exist, cannot be opened.
+    """
+    with reported(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+@contextmanager
 def reported(path: Path) -> Iterator[None]:
     """Around the atomic writing of a file: turn an OSError into a UserError that names the file and the remedy.
 

@@ -19,7 +19,7 @@ _of_rank_0: dict[tuple[str, str], list[Row]] = {}
 
 
 def rows_here(operator: str, source: str, device_type: str, added: str = "") -> list[tuple[str, Row]]:
-    """The rows for an operator on this machine with their origin; where several apply, the first is taken.
+    """The rows for an operator on this machine with their origin; the first origin of which one applies is taken.
 
     A table that was added by name comes first, then what this machine measured, then the committed table, which holds
     for a class of machines.
@@ -49,8 +49,9 @@ def rules(
         revision: Changes with the rows of this machine, so that a compiled function is compiled again.
     """
     name = str(dtype).removeprefix("torch.")
-    rows = [row for _, row in rows_here(operator, source, device_type, added)]
-    return tuple(row.rule for row in rows if row.direction == direction and row.dtype in ("", name))
+    found = rows_here(operator, source, device_type, added)
+    own = [(origin, row) for origin, row in found if row.direction == direction and row.dtype in ("", name)]
+    return tuple(row.rule(other for of, other in own if of == origin) for origin, row in own)
 
 
 def share(sources: Sequence[str], device_type: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 
 from benchkit import UserError
 from benchkit.environment import processor
-from benchkit.results import write_text_atomically
+from benchkit.results import in_turn, write_text_atomically
 
 Choice = Literal["formula", "kernel"]
 """What a row of the table says."""
@@ -79,8 +80,8 @@ class Row:
         dtype: Dtype of its first operand, such as ``float32``.
         direction: ``training`` (forward and backward) or ``inference``.
         sizes: Sizes of the measured call by name, such as ``{"rows": 512, "columns": 128}``. The row applies to calls
-            whose first size is at least half and at most twice the measured one, and whose other sizes are equal.
-            Without sizes it applies to all.
+            whose first size is at least half and at most twice the measured one, and whose other sizes are equal; of
+            several rows the nearest. Without sizes it applies to all.
         choice: The lowering that is taken.
         evidence: The measurement.
     """
@@ -93,13 +94,20 @@ class Row:
     choice: Choice
     evidence: Evidence
 
-    @property
-    def rule(self) -> Rule:
-        """The row as a compiled call compares it with its sizes."""
+    def rule(self, beside: Iterable[Row]) -> Rule:
+        """The row as a compiled call compares it with its sizes.
+
+        A call between the sizes of this row and of one ``beside`` it takes the nearer row, by their ratios.
+        """
         if not self.sizes:
             return 0, 2**62, None, self.choice
         first, *others = self.sizes.values()
-        return (first + 1) // 2, 2 * first, tuple(others), self.choice
+        low, high = (first + 1) // 2, 2 * first
+        for other, *rest in (tuple(row.sizes.values()) for row in beside if row.sizes):
+            if rest == others and other != first:
+                middle = math.isqrt(first * other)
+                low, high = (max(low, middle + 1), high) if other < first else (low, min(high, middle))
+        return low, high, tuple(others), self.choice
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -157,12 +165,16 @@ def read_table(path: Path) -> list[Row]:
 
 
 def write_table(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows to a table; they replace earlier rows of the same calls, and all others stay."""
+    """Write rows to a table; they replace earlier rows of the same calls, and all others stay.
+
+    Several processes may do so at once.
+    """
     rows = list(rows)
     replaced = {row.key for row in rows}
-    kept = [row for row in read_table(path) if row.key not in replaced] if path.exists() else []
-    lines = ",\n".join(json.dumps(asdict(row)) for row in [*kept, *rows])
-    write_text_atomically(path, f'{{"version": {_VERSION}, "rows": [\n{lines}\n]}}\n')
+    with in_turn(path):
+        kept = [row for row in read_table(path) if row.key not in replaced] if path.exists() else []
+        lines = ",\n".join(json.dumps(asdict(row)) for row in [*kept, *rows])
+        write_text_atomically(path, f'{{"version": {_VERSION}, "rows": [\n{lines}\n]}}\n')
 
 
 def rows_of(path: Path, operator: str, device_type: str) -> list[Row]:

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,28 @@ def test_a_row_replaces_the_one_of_the_same_call_only(tmp_path):
     ]
 
 
+def test_tables_that_are_written_at_once_lose_nothing(tmp_path, monkeypatch):
+    both_have_read = threading.Barrier(2)
+    read_table = table.read_table
+
+    def slowly(path):
+        found = read_table(path)
+        with suppress(threading.BrokenBarrierError):
+            both_have_read.wait(0.2)
+        return found
+
+    path = tmp_path / "table.json"
+    lowering.write_table(path, [row()])
+    monkeypatch.setattr(table, "read_table", slowly)
+    threads = [threading.Thread(target=table.write_table, args=(path, [row(operator=name)])) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {written.operator for written in read_table(path)} == {"square", "a", "b"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_contexts_of_threads_may_end_in_any_order():
     first, second = lowering.choose("kernel"), lowering.choose("formula", "square")
     compiled, x = Compiled(square), torch.ones(8, 4)
@@ -354,6 +377,16 @@ def test_a_row_is_taken_without_being_named_and_a_new_one_compiles_again():
     compiled(torch.ones(8, 4))
     assert compiled.choices == ["formula", "kernel", "formula"]
     assert len(list(tuned.folder(SOURCE, "cpu").glob("*.row.json"))) == 1
+
+
+@pytest.mark.parametrize("first", [8, 10, 12, 14])
+def test_of_several_rows_that_apply_the_nearest_is_taken(first):
+    others = [row(choice="formula", sizes={"rows": size, "columns": 4}) for size in (8, 10, 12, 14) if size != first]
+    lowering.keep_rows([row(sizes={"rows": first, "columns": 4}), *others], SOURCE, "cpu")
+    compiled = Compiled(square, dynamic=False)
+    for size in (8, 10, 12, 14):
+        compiled(torch.ones(size, 4))
+    assert compiled.choices == ["kernel" if size == first else "formula" for size in (8, 10, 12, 14)]
 
 
 def test_each_row_is_a_file_of_its_own_and_no_other_is_touched():

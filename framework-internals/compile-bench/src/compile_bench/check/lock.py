@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from benchkit import UserError
-from benchkit.results import write_text_atomically
+from benchkit.results import in_turn, write_text_atomically
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.targets.case import Case
 
@@ -93,21 +89,9 @@ def read_lock(file: Path) -> dict[str, Inventory]:
         ) from error
 
 
-@contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """A lock between processes. It is on the folder itself, so that no other file remains."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def update_lock(file: Path, key: str, entry: Inventory) -> None:
     """Write one entry to a lock file; the file is made if it does not exist. Several processes may do so at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with _only_writer(file.parent):
+    with in_turn(file):
         entries = {**(read_lock(file) if file.exists() else {}), key: entry}
         # Sorted, so that two versions of the file differ in few lines.
         content = {"version": VERSION, "entries": {name: asdict(entries[name]) for name in sorted(entries)}}
