@@ -117,6 +117,7 @@ def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, timed
         (lambda x, w: (x, 2 * w.detach() - w), "gradient"),  # of one small weight
         (lambda x, w: (x * torch.linspace(1, 2, 64), w), "whole-number result"),
         (lambda x, w: (x * 1.5, w), "state"),
+        (lambda x, w: (x * 1.5, w), "whole-number state"),
     ],
 )
 def test_a_kernel_whose_results_have_the_right_norm_and_are_wrong_is_refused(change, kind):
@@ -126,10 +127,12 @@ def test_a_kernel_whose_results_have_the_right_norm_and_are_wrong_is_refused(cha
             self.linear, self.change = torch.nn.Linear(64, 64, bias=False), None
             self.bias = torch.nn.Parameter(torch.zeros(64))
             self.register_buffer("mean", torch.zeros(64))
+            self.register_buffer("seen", torch.zeros(64, dtype=torch.long))
 
         def forward(self, x):
             x, bias = self.change(x, self.bias) if self.change else (x, self.bias)
             self.mean.lerp_(x.detach().mean(0), 0.1)
+            self.seen += (x > 1).sum(0)
             y = self.linear(x) + 0.03 * bias
             return y if kind == "gradient" else (y, y.argmax(-1), y.masked_fill(y > 0, float("-inf")))
 
@@ -145,6 +148,11 @@ def test_a_kernel_whose_results_have_the_right_norm_and_are_wrong_is_refused(cha
     with pytest.raises(UserError, match=f"it computes something else: ({kind} |a norm of)"):
         greedy._compare_marks(kind, marks[1][kind], marks[0][kind], 1e-4)
     greedy._compare_marks(kind, marks[0][kind], marks[0][kind], 1e-4)
+
+
+def test_a_sparse_gradient_has_the_marks_of_the_dense_one():
+    sparse = torch.sparse_coo_tensor([[0], [1]], [2.0], (2, 2), check_invariants=True)
+    assert step.marks_of(sparse) == step.marks_of(torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
 
 
 class Taking:
@@ -344,11 +352,22 @@ def test_a_plain_step_that_raises_ends_the_measurement():
         choose_lowerings(MAKE, Operators((), ("a",), 1e-4), start)
 
 
-def test_a_table_of_another_kind_is_refused_before_the_measurement(tmp_path):
+@pytest.mark.parametrize(
+    ("table", "cache", "says"),
+    [
+        ("other.json", ".", "expected a table of lowerings"),
+        ("/proc/x/table.json", ".", "/proc/x/table.json cannot be written"),
+        (None, "other.json", "other.json/rows cannot be written"),
+    ],
+)
+def test_where_no_row_can_be_kept_nothing_is_measured(table, cache, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("compile_bench.cli.tuning.Harness.open", None)
+    monkeypatch.setenv("LOWERING_CACHE", str(tmp_path / cache))
     (tmp_path / "other.json").write_text("{}")
-    answer = CliRunner().invoke(app, ["tune", f"{PLANTED}:two", "--table", str(tmp_path / "other.json")])
+    option = [] if table is None else ["--table", str(tmp_path / table)]
+    answer = CliRunner().invoke(app, ["tune", f"{PLANTED}:two", "--device", "cpu", *option])
     assert answer.exit_code == 2
-    assert "expected a table of lowerings" in answer.output
+    assert says in answer.output.replace("\n", "")
 
 
 @pytest.mark.slow

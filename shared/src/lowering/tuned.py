@@ -32,6 +32,16 @@ VARIABLE = "LOWERING_CACHE"
 _SOURCES = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".py", ".so")
 
 
+def rows_folder() -> Path:
+    """The folder below which all rows are, which need not exist.
+
+    Raises:
+        UserError: If no folder of this user's can be written.
+    """
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else user_cache() / "lowerings"
+
+
 def folder(source: str, device_type: str) -> Path:
     """The folder with the rows for the kernels of a package on this machine, which need not exist.
 
@@ -43,8 +53,7 @@ def folder(source: str, device_type: str) -> Path:
         UserError: If no folder of this user's can be written.
     """
     text = json.dumps(_depends_on(source, device_type), sort_keys=True)
-    named = os.environ.get(VARIABLE)
-    return (Path(named) if named else user_cache() / "lowerings") / hashlib.sha256(text.encode()).hexdigest()[:16]
+    return rows_folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
@@ -57,7 +66,6 @@ def write(rows: Iterable[Row], source: str, device_type: str) -> Path:
         UserError: If they cannot be written.
     """
     place = folder(source, device_type)
-    place.mkdir(parents=True, exist_ok=True)
     depends_on = json.dumps(_depends_on(source, device_type), indent=1)
     write_text_atomically(place / "depends_on.json", depends_on + "\n")
     for row in rows:

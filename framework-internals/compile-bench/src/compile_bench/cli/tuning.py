@@ -11,6 +11,7 @@ import typer
 from benchkit import Quantity, numbers
 from benchkit.environment import capture
 from benchkit.report import markdown_table
+from benchkit.results import require_writable
 from compile_bench.capture.text import plural
 from compile_bench.cli import options
 from compile_bench.cli.options import INTERRUPTED, case_of, ended_as_by_ctrl_c, tell
@@ -48,12 +49,13 @@ def tune(
     from benchkit.processes.budget import within
     from benchkit.run import parse_duration
     from compile_bench.measure.lowerings.greedy import measure_lowerings
-    from lowering import read_table
+    from lowering import read_table, tuned
 
     case = case_of(target, train, mode, dynamic, device, scope)
     allowed = math.inf if budget is None else parse_duration(budget)
+    require_writable(table or tuned.rows_folder() / "rows")  # before a measurement that would be lost
     if table is not None and table.exists():
-        read_table(table)  # a file that is no table is an error before the measurement
+        read_table(table)
     with within(allowed), Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
         study = measure_lowerings(harness, case, seconds=seconds, tell=tell)
     print("\n" + describe_study(study))

@@ -153,7 +153,7 @@ class _Processes:
                 self.running[key], marks = prepared.result()
                 self.plain = self.plain or marks
                 for kind, own in marks.items():
-                    least = _OF_WHOLE_NUMBERS if kind == "whole-number result" else 0.0
+                    least = _OF_WHOLE_NUMBERS if kind.startswith("whole-number") else 0.0
                     _compare_marks(kind, own, self.plain[kind], max(self.tolerance, least))
             except budget.OutOfTime:
                 self.late.append(key)

@@ -101,15 +101,13 @@ class LoweredStep:
         named = {**parameters, **{f"argument {number}": tensor for number, tensor in enumerate(self._arguments)}}
         outputs = {str(number): tensor for number, tensor in enumerate(tensors_in(results), 1)}
         kinds: dict[str, dict[str, Tensor]] = {
-            "result": {name: tensor for name, tensor in outputs.items() if has_rounding(tensor)},
-            "whole-number result": {name: tensor for name, tensor in outputs.items() if not has_rounding(tensor)},
-            "gradient": {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None},
-            "state": {
-                name: tensor
-                for name, tensor in (*parameters.items(), *self._model.named_buffers())
-                if has_rounding(tensor)
-            },
+            "gradient": {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
         }
+        for kind, tensors in (("result", outputs), ("state", {**parameters, **dict(self._model.named_buffers())})):
+            kinds[kind] = {name: tensor for name, tensor in tensors.items() if has_rounding(tensor)}
+            kinds[f"whole-number {kind}"] = {
+                name: tensor for name, tensor in tensors.items() if not has_rounding(tensor)
+            }
         return {kind: {name: marks_of(tensor) for name, tensor in tensors.items()} for kind, tensors in kinds.items()}
 
     def run(self, steps: int) -> None:
@@ -138,7 +136,8 @@ def marks_of(tensor: Tensor) -> Marks:
     """
     signs, square = _signs(tensor.device), 0.0
     products = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=tensor.device)
-    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     for number, part in enumerate(real.flatten().split(_SIGNS)):
         wide = squeezed(part.double())
         square += wide.square().sum().item()
