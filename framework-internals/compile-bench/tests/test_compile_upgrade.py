@@ -1,11 +1,14 @@
 """``compile-bench upgrade``: the same targets under two Python executables."""
 
+import re
 import sys
 from dataclasses import replace
 
 import pytest
 
 from benchkit import Quantity, UserError
+from benchkit.processes import ChildFailure
+from compile_bench.check import upgrade
 from compile_bench.check.side import Side
 from compile_bench.check.upgrade import Upgrade, measure_upgrade
 from compile_bench.cli.checking import describe_upgrade
@@ -41,6 +44,31 @@ def test_what_is_worse_is_said_and_what_is_better_is_not(changes, line):
     better = Upgrade(worse.case, worse.after, worse.before, TIME, TIME, worse.speedup, worse.control)
     assert better.worse == []
     assert describe_upgrade(better).endswith("nothing is worse")
+
+
+def test_of_two_wrong_results_the_second_is_worse_if_its_error_is_far_larger():
+    wrong = replace(SIDE, accurate=False, error=0.01)
+    for error, lines in ((0.02, 0), (0.1, 1), (None, 1)):
+        other = replace(wrong, error=error)
+        assert len(Upgrade(Case("t.py:model"), wrong, other).worse) == lines
+    assert "and than under the first" in Upgrade(Case("t.py:model"), wrong, other).worse[0]
+    assert Upgrade(Case("t.py:model"), other, other).worse == []
+
+
+def test_memory_where_there_was_none_is_worse():
+    none = replace(SIDE, compiled_bytes=0)
+    assert Upgrade(Case("t.py:model"), none, SIDE).worse == ["peak memory is inf×"]
+    assert Upgrade(Case("t.py:model"), none, none).worse == []
+
+
+@pytest.mark.parametrize("error", [UserError("t.py:model raises"), ChildFailure("it ended")])
+def test_a_side_that_cannot_be_measured_is_named(error, monkeypatch):
+    def fails(*arguments):
+        raise error
+
+    monkeypatch.setattr(upgrade, "_measured", fails)
+    with pytest.raises(type(error), match=f"{re.escape(sys.executable)}: {error}"):
+        measure_upgrade(sys.executable, sys.executable, Case("t.py:model"), seconds=1.0, limit=60.0)
 
 
 def test_a_slower_step_is_claimed_beyond_the_control_alone():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import random
 import subprocess
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchkit import Comparison, Quantity, Timing, UserError, numbers
-from benchkit.processes import RemoteObject, deferred_module
+from benchkit.processes import ChildFailure, RemoteObject, deferred_module
 from compile_bench.capture.text import plural
 from compile_bench.measure.verdict import difference
 from compile_bench.targets.case import Case
@@ -33,6 +34,8 @@ ROUNDS = 15
 
 # More memory than this share counts as worse.
 _MEMORY_MARGIN = 0.01
+# Of two sides whose results are outside their bounds, this many times the error of the first counts as worse.
+_ERROR_MARGIN = 3.0
 
 # Packages that a side imports from here. It imports torch from its own installation.
 _PACKAGES = ("compile_bench", "benchkit", "lowering", "native_build", "torch_baseline")
@@ -69,8 +72,9 @@ class Upgrade:
                 counted = plural(count, noun) if name == "recompiles" else f"graph breaks in {plural(count, 'line')}"
                 lines.append(f"{counted}, {getattr(one, name)} before")
                 lines += [f"  {detail}" for detail in getattr(other, details) if detail not in getattr(one, details)]
-        if one.accurate and not other.accurate:
-            lines.append("the compiled results are further from float64 than the bound allows")
+        if not other.accurate and (one.accurate or _error(other) > _ERROR_MARGIN * _error(one)):
+            also = "" if one.accurate else ", and than under the first"
+            lines.append(f"the compiled results are further from float64 than the bound allows{also}")
         if self.step_difference == "slower" and self.speedup is not None:
             lines.append(f"a step is slower: {numbers.quantity(self.speedup)} as fast")
         if _ratio(one.compiled_bytes, other.compiled_bytes) > 1 + _MEMORY_MARGIN:
@@ -78,9 +82,16 @@ class Upgrade:
         return lines
 
 
+def _error(figures: Side) -> float:
+    """The error of results that are outside their bound; infinite where what is wrong has no size."""
+    return math.inf if figures.error is None else figures.error
+
+
 def _ratio(before: int | None, after: int | None) -> float:
-    """After over before; 1 where one is not known, or before is 0."""
-    return after / before if before and after else 1.0
+    """After over before; 1 where one is not known, infinite where only before is 0."""
+    if before is None or after is None:
+        return 1.0
+    return after / before if before else math.inf if after else 1.0
 
 
 def measure_upgrade(before: str, after: str, case: Case, *, seconds: float, limit: float) -> Upgrade:
@@ -102,7 +113,12 @@ def measure_upgrade(before: str, after: str, case: Case, *, seconds: float, limi
         for name, executable in (("before", before), ("after", after), ("control", before)):
             arguments = {"case": case, "seconds": seconds / 10}
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder / name}", "TRITON_CACHE_DIR": f"{folder / name / 'triton'}"}
-            sides[name] = stack.enter_context(_measured(executable, links, arguments, caches, limit))
+            try:
+                sides[name] = stack.enter_context(_measured(executable, links, arguments, caches, limit))
+            except UserError as error:
+                raise UserError(f"{executable}: {error}") from error
+            except ChildFailure as error:
+                raise ChildFailure(f"{executable}: {error}", error.details) from error
             measured[name] = sides[name].call("figures")
         if any(figures.compile_seconds is None for figures in measured.values()):
             return Upgrade(case, measured["before"], measured["after"])
