@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from benchkit import UserError
 from compile_bench import Harness
 from compile_bench.capture.parsing import Event
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.check.cache_keys import (
     CacheKey,
     KeyFile,
@@ -19,6 +20,7 @@ from compile_bench.check.cache_keys import (
     write_keys,
 )
 from compile_bench.cli import app
+from compile_bench.measure.records import Triage
 
 TENSOR = "TensorMetadata(dtype=torch.float32, shape=torch.Size([4, 8]), stride=(8, 1), device=device(type='cpu'))"
 PARTS = (
@@ -133,8 +135,9 @@ def test_parts_and_graphs_of_one_run_only_are_named_with_what_differs_between_th
 
 def test_the_commands_write_and_compare(tmp_path, monkeypatch):
     answers = [(FILE.facts, FILE.keys), (FILE.facts, (changed(FORWARD, tune="True"), BACKWARD))]
+    monkeypatch.setattr(Harness, "triage", lambda self, case: Triage(case, CompileTrace(), 2))
     monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 1.0)
-    monkeypatch.setattr(Harness, "ask", lambda self, job, case: answers.pop(0))
+    monkeypatch.setattr(Harness, "ask", lambda self, job, case: answers.pop(0) if answers else (FILE.facts, ()))
     files = [str(tmp_path / name) for name in ("a.json", "b.json")]
 
     def command(*arguments):
@@ -152,6 +155,9 @@ def test_the_commands_write_and_compare(tmp_path, monkeypatch):
         "2 keys, all the same: the caches of one run serve the other\n",
     )
     assert command("cache-diff", files[0], str(tmp_path / "c.json")).exit_code == 2
+    result = command("cache-key", "m", "--file", files[0], "--device", "cpu")  # which would be "all the same"
+    assert result.exit_code == 2
+    assert "Inductor's caches were asked for no graph" in result.output
 
 
 @pytest.mark.slow

@@ -258,6 +258,19 @@ def message(text):
     return logging.LogRecord("torch", logging.WARNING, __file__, 1, text, (), None)
 
 
+def test_what_raises_when_it_is_compiled_is_over_budget_and_not_measured(tmp_path, monkeypatch):
+    traced = Triage(Case("bad"), CompileTrace(), 1, failures=("ValueError: no",))
+    monkeypatch.setattr(Harness, "triage", lambda self, case: traced)
+    monkeypatch.setattr(Harness, "ask", None)
+    result = command("check", "bad", "--max-memory-ratio", "2")
+    assert (result.exit_code, "bad: raises when it is compiled" in result.output) == (1, True)
+    for refused in ("lock", "cache-key"):
+        result = command(refused, "bad", "--file", str(tmp_path / "file.json"))
+        assert result.exit_code == 2
+        assert "bad raises when it is compiled, and not by itself: ValueError: no" in result.output
+        assert not list(tmp_path.iterdir())
+
+
 def test_several_targets_are_checked_and_one_that_fails_stops_no_other(tmp_path, clean, monkeypatch):
     def triage(self, case):
         if case.target == "lost":

@@ -368,3 +368,15 @@ def test_what_the_eager_model_raises_in_a_later_step_is_no_fault_of_the_compiler
     assert "raises by itself, uncompiled, in step 2 of training: RuntimeError: Trying to backward" in found.notes[0]
     with pytest.raises(UserError, match="raises by itself, uncompiled, in step 2 of training"):
         triage(case)
+
+
+SCHEDULED = """
+def target():
+    return Target(nn.Linear(4, 4), (x,), schedule=[(x[:2],), (x[:, :3],)])
+"""
+
+
+def test_what_the_eager_model_raises_in_the_schedule_is_no_fault_of_the_compiler(write):
+    case = write("from compile_bench.targets.target import Target\n" + MODEL + SCHEDULED)
+    with pytest.raises(UserError, match="raises by itself, uncompiled, in entry 2 of the schedule of training: Runtime"):
+        triage(case)

@@ -162,6 +162,8 @@ def _judge(harness: Harness, case: Case, limits: _Limits) -> Outcome:
     counts = [found_in(traced.trace)]
     exceeded = [f"raises when it is compiled, and not by itself: {failure}" for failure in traced.failures]
     exceeded += limits.traced.exceeded(traced.trace, Path.cwd())
+    if traced.failures:  # and so would the compiled steps of all that follows
+        return Outcome(case.target, OVER_BUDGET, tuple(counts), tuple(exceeded))
     if limits.cuda_graphs:
         runs = harness.ask(jobs.cuda_graphs, case)
         counts.append(f"{sum(run.whole for run in runs)} of {plural(len(runs), 'compiled graph')} under CUDA graphs")
@@ -179,6 +181,14 @@ def _judge(harness: Harness, case: Case, limits: _Limits) -> Outcome:
     if before is not None:
         exceeded += before.drift(_inventory(harness, traced))
     return Outcome(case.target, OVER_BUDGET if exceeded else 0, tuple(counts), tuple(exceeded))
+
+
+def _compiled(harness: Harness, case: Case) -> Triage:
+    """The counts of a target, which must not raise when it is compiled."""
+    traced = harness.triage(case)
+    if traced.failures:
+        raise UserError(f"{case.target} raises when it is compiled, and not by itself: {traced.failures[0]}")
+    return traced
 
 
 def _tell(outcome: Outcome) -> None:
@@ -209,7 +219,7 @@ def lock(
     if file.exists():
         read_lock(file)
     with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
-        now = _inventory(harness, harness.triage(case))
+        now = _inventory(harness, _compiled(harness, case))
     update_lock(file, key_of(case), now)
     counts = ", ".join(
         plural(count, noun)
@@ -259,8 +269,11 @@ def cache_key(
     case = case_of(target, train, mode, dynamic, device)
     require_writable(file)
     with Harness.open(case.device, limit=limit) as harness, working(f"compiling {target}"):
+        _compiled(harness, case)  # finds within seconds whether the target is at fault
         harness.toolchain_seconds()
         facts, keys = harness.ask(jobs.cache_keys, case)
+    if not keys:
+        raise UserError(f"{target}: Inductor's caches were asked for no graph: they are off, or it compiled none")
     write_keys(file, KeyFile(key_of(case), facts, keys))
     print(f"{file}: {plural(len(keys), 'key')} of {key_of(case)}")
     return 0

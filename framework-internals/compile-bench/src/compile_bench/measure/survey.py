@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -384,7 +384,7 @@ def trace_target(
         except Exception as raised:  # whatever the model or the compiler raises
             error = raised
     if error is not None:
-        seen.eager_failure = _eager_failure(target, case, steps.count)
+        seen.eager_failure = _eager_failure(target, case, steps.count, steps.scheduled)
     seen.add(steps.trace(), steps.seed)
     if error is not None and not seen.eager_failure:
         seen.add_failure(error, steps.seed, user_code)
@@ -438,6 +438,7 @@ class _Steps:
         self.seen = TracingPass()
         self.seed = 0
         self.count = 0
+        self.scheduled = 0  # entries of the schedule whose step began
         self._target, self._case, self._compiled = target, case, compiled
         self._collector, self._watch, self._backend = collector, watch, backend
         self._made: Step | None = None
@@ -464,6 +465,7 @@ class _Steps:
             self.seen.tell(self.trace().breaks, self._case)
         self.seen.calls, settled = run_until_settled(self.step, self._collector)
         for call in islice(self._target.calls(), 1, None):
+            self.scheduled += 1
             call.step(self._compiled, train=self._case.train)()
             self.seen.calls += 1
         self.seen.add(self.trace(), seed)
@@ -515,19 +517,26 @@ def raised_at(error: Exception) -> list[Frame]:
     ]
 
 
-def _eager_failure(target: Target, case: Case, steps: int) -> str:
-    """What the eager model raises in a step behind the first one, as a sentence; empty if it raises nothing."""
+def _eager_failure(target: Target, case: Case, steps: int, scheduled: int = 0) -> str:
+    """What the eager model raises in a step behind the first one, as a sentence; empty if it raises nothing.
+
+    It takes its own steps, and then those of the first entries of its schedule.
+    """
     if isinstance(target.model, FunctionModel):  # whose state, in globals, the compiled steps have changed
         forget_user_modules(user_code_filter())
         target = load_case(case)
-    step = target.step(own_model(target, case), train=case.train)
-    for number in range(1, steps + 1):
+    model = own_model(target, case)
+    step = target.step(model, train=case.train)
+    entries = islice(target.calls(), 1, 1 + scheduled)
+    further = (lambda call=call: call.step(model, train=case.train)() for call in entries)
+    for number, take in enumerate(chain(repeat(step, steps), further), 1):
         try:
-            step()
+            take()
         except Exception as error:  # whatever the model raises
             if number == 1:
                 raise eager_failure(target, case, error) from error
-            return f"raises by itself, uncompiled, in step {number} of {case.kind}: {describe_error(error)}"
+            place = f"step {number}" if number <= steps else f"entry {number - steps} of the schedule"
+            return f"raises by itself, uncompiled, in {place} of {case.kind}: {describe_error(error)}"
     return ""
 
 
