@@ -90,8 +90,8 @@ def test_the_lowest_total_is_named_first_and_a_tie_names_the_simpler():
     level = (passes("padding", 5.0, 0.050, 0.01), passes("automatic", 5.0, 0.051, 0.01), passes("eager", 0.0, 9.0))
     assert [each.strategy for each in ranking(level, 100)] == ["padding", "automatic", "eager"]
     assert cheapest(level, 100) == (
-        "padding (pad everything to the largest shape, one code), 9.95 s; automatic takes as long within p20–p80, "
-        "and automatic is simpler"
+        "padding (pad everything to the largest shape, one code; only where the model masks what is added), 9.95 s; "
+        "automatic takes as long within p20–p80, and automatic is simpler"
     )
     assert [each.strategy for each in tied(level[1:], 1)] == ["eager"]
 
@@ -142,6 +142,12 @@ def real_loader():
     data = TensorDataset(torch.ones(10, 1))
     return Target(torch.nn.Linear(1, 1), (torch.ones(4, 1),), schedule=DataLoader(data, batch_size=4))
 
+def sparse():
+    return Target(torch.nn.Identity(), (torch.eye(4).to_sparse(),))
+
+def compiles_itself():
+    return Target(torch.compile(torch.nn.Linear(1, 1)), (torch.ones(4, 1),), schedule=[(torch.ones(3, 1),)])
+
 def breaks_off():
     return Target(torch.nn.Linear(1, 1), (torch.ones(4, 1),), schedule=[(torch.ones(4, 2),)])
 """
@@ -167,6 +173,19 @@ def test_a_call_that_fails_eagerly_is_the_users(file):
         shapes(Case(f"{file}:breaks_off", train=False), strategy="eager", schedule="", seconds=0.0)
     with pytest.raises(UserError, match="has no schedule of shapes"):
         shapes(Case("mlp"), strategy="eager", schedule="", seconds=0.0)
+
+
+def test_what_has_no_strategies_is_told_before_any_is_measured(file):
+    with pytest.raises(UserError, match="compiles Linear itself: return the model uncompiled"):
+        shapes(Case(f"{file}:compiles_itself", train=False), strategy="eager", schedule="", seconds=0.0)
+    with pytest.raises(UserError, match="--schedule batch-1 cannot cut the arguments: "):
+        shapes(Case(f"{file}:sparse", train=False), strategy="eager", schedule="batch-1", seconds=0.0)
+
+
+def test_without_a_recompilation_there_is_none_to_tell():
+    three = tuple(passes(name, 1.0, 1.0) for name in ("eager", "dynamic", "padding"))
+    study = ShapeStudy.of_case(Case("x"), ("[8]", "[5]"), ("kwargs['x'] dimension 0",), three)
+    assert "recompiled, since" not in printed_text(describe_shapes, study, 5)
 
 
 def test_recompilations_are_told_with_what_changed():

@@ -118,7 +118,11 @@ class Table(Generic[Row]):
     def notes(self) -> str:
         """What stands below the table: the cells that are equal in every row, and why a share exceeds 100 %."""
         cells, absent, constant = self._sorted_columns()
-        equal = [f"{self.columns[index].header}: {cell_text(cells[0][index])}" for index in sorted(constant - absent)]
+        equal = [
+            f"{self.columns[index].header}: {text}"
+            for index in sorted(constant - absent)
+            if (text := cell_text(cells[0][index]))
+        ]
         said = f"In every row: {'; '.join(equal)}." if equal else ""
         beyond = self.beyond if any(above_whole(cell_text(cell)) for line in cells for cell in line) else ""
         return "\n\n".join(filter(None, (said, beyond)))

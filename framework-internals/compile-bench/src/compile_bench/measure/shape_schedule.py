@@ -19,7 +19,7 @@ from compile_bench.measure.records import ShapeStudy
 from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, Strategy
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import Case
-from compile_bench.targets.regional import compile_case
+from compile_bench.targets.regional import OwnRegions, compile_case
 from compile_bench.targets.target import Step, Target, describe_error
 
 Sizes = dict[tuple[int, int], list[int]]  # (leaf, dimension): its size in every call
@@ -34,6 +34,8 @@ def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> 
     ``schedule`` is one of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
     """
     target = load_case(case)
+    if isinstance(target.model, OwnRegions):
+        raise UserError(f"{case.target} compiles {target.model.text} itself: return the model uncompiled")
     calls = make_calls(target, schedule) if schedule else list(target.calls())
     if len(calls) < 2:
         made = ", ".join(MADE_SCHEDULES)
@@ -113,7 +115,10 @@ def make_calls(target: Target, schedule: str) -> list[Target]:
 
         return target.mapped(narrow)
 
-    return [cut(size) for size in sizes]
+    try:
+        return [cut(size) for size in sizes]
+    except RuntimeError as error:  # of a layout that cannot be cut, such as a sparse one
+        raise UserError(f"--schedule {schedule} cannot cut the arguments: {describe_error(error)}") from error
 
 
 def varying_sizes(calls: Sequence[Target]) -> Sizes:
@@ -168,11 +173,11 @@ def _padded(call: Target, strategy: Strategy, sizes: Sizes) -> Target:
 
 
 def _name(call: Target, leaf: int, dimension: int) -> str:
-    """``args[0] dimension 1``."""
+    """``args[0] dimension 1`` or ``kwargs['labels'] dimension 1``."""
     paths = [
         pytree.keystr(path)
         for path, value in pytree.tree_flatten_with_path((call.args, dict(call.kwargs)))[0]
         if isinstance(value, Tensor)
     ]
-    place = paths[leaf].replace("[0]", "args", 1) if paths[leaf].startswith("[0]") else paths[leaf][3:]
+    place = f"{'args' if paths[leaf].startswith('[0]') else 'kwargs'}{paths[leaf][3:]}"
     return f"{place} dimension {dimension}"

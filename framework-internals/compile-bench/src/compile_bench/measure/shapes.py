@@ -23,8 +23,8 @@ STRATEGIES: Mapping[Strategy, str] = {
     "mark_dynamic": "torch._dynamo.mark_dynamic on the dimensions that change, before the first call",
     "dynamic": "torch.compile(dynamic=True): every size symbolic",
     "static": "torch.compile(dynamic=False): code for every shape",
-    "buckets": "pad to the next power of two, code for every bucket",
-    "padding": "pad everything to the largest shape, one code",
+    "buckets": "pad to the next power of two, code for every bucket; only where the model masks what is added",
+    "padding": "pad everything to the largest shape, one code; only where the model masks what is added",
 }
 PADDED: tuple[Strategy, ...] = ("buckets", "padding")
 
