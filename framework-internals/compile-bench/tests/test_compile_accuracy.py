@@ -316,6 +316,14 @@ def test_a_wrong_gradient_of_an_argument_is_found():
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
+def test_an_argument_that_stands_twice_has_one_gradient_in_float64_too():
+    x = torch.randn(4, 8, requires_grad=True)
+    made = Target(Drawing(lambda xs: xs[0] * xs[1]), ([x, x],))
+    accuracy = compare_with_eager(made, made.model, made.model, train=True)
+    assert accuracy.holds
+    assert accuracy.gradient.bound < 1e-5
+
+
 def test_a_gradient_that_jumps_is_looked_at_with_other_weights():
     made = target()
     model = made.copied()

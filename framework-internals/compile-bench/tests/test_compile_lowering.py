@@ -18,7 +18,7 @@ from benchkit import Comparison, Timing, UserError
 from benchkit.environment import capture
 from benchkit.processes import budget
 from compile_bench.cli import app
-from compile_bench.cli.tuning import describe_study
+from compile_bench.cli.tuning import _keep, describe_study
 from compile_bench.measure.lowerings import greedy, step
 from compile_bench.measure.lowerings.greedy import choose_lowerings
 from compile_bench.measure.lowerings.step import LoweredStep, Operators
@@ -368,6 +368,14 @@ def test_where_no_row_can_be_kept_nothing_is_measured(table, cache, says, tmp_pa
     answer = CliRunner().invoke(app, ["tune", f"{PLANTED}:two", "--device", "cpu", *option])
     assert answer.exit_code == 2
     assert says in answer.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"), [("replay", "takes from now on"), ("off", "takes none of them while LOWERING=off is set")]
+)
+def test_rows_are_said_to_be_taken_where_they_are(mode, says, monkeypatch):
+    monkeypatch.setattr(choice, "_mode", mode)
+    assert says in _keep(SimpleNamespace(case=MAKE, keep=lambda environment: 2), None)
 
 
 @pytest.mark.slow

@@ -65,17 +65,19 @@ def tune(
 
 def _keep(study: LoweringStudy, table: Path | None) -> str:
     """Keep the rows in the table, or for this machine, and say where they are and how they are used."""
-    from lowering import write_table
+    from lowering import mode, write_table
 
     environment = capture(study.case.device, root=Path(__file__).parent)
     if table is not None:
         rows = study.rows(environment)
         write_table(table, rows)
         return f"{plural(len(rows), 'row')} in {table}; to use them: lowering.load_table({str(table)!r})"
-    kept = study.keep(environment)
+    kept = plural(study.keep(environment), "row")
+    if mode() == "off":
+        return f"{kept} kept for this machine; torch.compile takes none of them while LOWERING=off is set, as here"
     return (
-        f"{plural(kept, 'row')} kept for this machine, which torch.compile takes from now on; LOWERING=off takes none "
-        "of them, --table FILE writes rows to give away"
+        f"{kept} kept for this machine, which torch.compile takes from now on; LOWERING=off takes none of them, "
+        "--table FILE writes rows to give away"
     )
 
 

@@ -13,9 +13,9 @@ argument.
 
 The gradient of ReLU, max pooling or a top-k choice jumps where its input changes sign or order. One of a million inputs
 may lie so close to the jump that two correct computations are on different sides of it. Its term is then in one
-gradient and not in the other. So if gradients are outside the bound and outputs within, all that has a gradient is moved
-by about a percent and everything is compared again. A wrong computation stays wrong; a jump is then close to another
-input, or to none.
+gradient and not in the other. So if gradients are outside the bound and outputs within, all that has a gradient is
+moved by about a percent and everything is compared again. A wrong computation stays wrong; a jump is then close to
+another input, or to none.
 
 Each of several outputs is compared by itself as well, since the largest one would hide the others, and in training each
 output beside the loss. So would what fills masked places: infinities are compared by place and sign, and elements of
@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def _moved(target: Target, attempt: int) -> Target:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(moved(parameter))
-        arguments = target.mapped(lambda leaf: moved(leaf).requires_grad_() if leaf.requires_grad else leaf)
+        arguments = target.mapped(cache(lambda leaf: moved(leaf).requires_grad_() if leaf.requires_grad else leaf))
     return replace(arguments, model=model)
 
 
@@ -361,7 +362,7 @@ def _parts(exact: Tensor) -> Iterator[Tensor]:
 
 def widened(target: Target) -> Target:
     """The target in float64, without autocast."""
-    wide = target.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    wide = target.mapped(cache(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor))
     return replace(wide, model=target.copied().double(), autocast=None)
 
 

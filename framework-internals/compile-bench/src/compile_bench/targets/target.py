@@ -28,6 +28,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -117,11 +118,11 @@ class Target:
         return replace(self, args=args, kwargs=kwargs)
 
     def with_own_arguments(self) -> Target:
-        """The same target with copies of its arguments, into which a call may write."""
+        """The same target with copies of its arguments, into which a call may write; no tensor becomes two."""
         try:
             args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
         except Exception:  # whatever deepcopy raises, such as for a tensor that was computed with a gradient
-            return self.mapped(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+            return self.mapped(cache(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)))
         return replace(self, args=args, kwargs=kwargs)
 
     def moved(self, device: Device) -> Target:
