@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +64,15 @@ def test_what_is_no_lock_file_is_one_line(tmp_path, text):
     file = tmp_path / "lock.json"
     file.write_text(text)
     with pytest.raises(UserError, match="is not a lock file of compile-bench"):
+        read_lock(file)
+
+
+@pytest.mark.parametrize("changed", [{"graphs": None}, {"graphs": "1"}, {"own_breaks": 0.5}, {"torch": None}])
+def test_a_count_that_is_no_number_is_no_entry(tmp_path, changed):
+    file = tmp_path / "lock.json"
+    file.write_text(json.dumps({"version": 2, "entries": {"a": {**asdict(COUNTS), **changed}}}))
+    (name,) = changed
+    with pytest.raises(UserError, match=f"is not a lock file of compile-bench .*{name} is "):
         read_lock(file)
 
 

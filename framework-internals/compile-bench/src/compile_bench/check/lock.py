@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from benchkit import UserError
@@ -79,7 +80,7 @@ def read_lock(file: Path) -> dict[str, Inventory]:
         content = json.loads(file.read_text())
         if content["version"] not in READ:
             raise UserError(f"{file} is of version {content['version']}; this compile-bench reads 1 and 2: upgrade it")
-        return {key: Inventory(**entry) for key, entry in content["entries"].items()}
+        return {key: _inventory(entry) for key, entry in content["entries"].items()}
     except FileNotFoundError:
         raise UserError(f"there is no lock file {file}; `compile-bench lock` writes one") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -87,6 +88,16 @@ def read_lock(file: Path) -> dict[str, Inventory]:
             f"{file} is not a lock file of compile-bench ({type(error).__name__}: {error}); name another file, or "
             "remove this one"
         ) from error
+
+
+def _inventory(entry: Mapping[str, object]) -> Inventory:
+    """An entry; a count without a number would be compared with nothing."""
+    inventory = Inventory(**entry)  # type: ignore[arg-type]
+    for field in fields(inventory):
+        value = getattr(inventory, field.name)
+        if type(value) is not (str if field.name == "torch" else int) and (value is not None or field.default is MISSING):
+            raise TypeError(f"{field.name} is {value!r}")
+    return inventory
 
 
 def update_lock(file: Path, key: str, entry: Inventory) -> None:

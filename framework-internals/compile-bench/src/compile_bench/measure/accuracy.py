@@ -253,7 +253,7 @@ def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, trai
     """The results of a call with copies of the arguments, since it may write into them."""
     torch.manual_seed(0)
     asked = target.with_own_arguments()
-    learned = dict(model.named_parameters())
+    learned: Values = dict(model.named_parameters())
     learned |= {f"argument {number}": tensor for number, tensor in enumerate(asked.tensors, 1) if tensor.is_leaf}
     for tensor in learned.values():  # a copy of an argument has the gradients of the steps before
         tensor.grad = None
