@@ -99,6 +99,13 @@ def test_an_output_without_floating_point_numbers_is_not_compared():
     assert "holds no floating-point tensor to compare" in compare_with_eager(made, model, model, train=False).skipped
 
 
+def test_a_model_whose_parameters_are_not_made_yet_is_not_compared():
+    made = Target(nn.LazyLinear(4), (torch.ones(2, 4),))
+    model = made.copied()
+    model(torch.ones(2, 4))
+    assert "first call makes its parameters" in compare_with_eager(made, model, model, train=True).skipped
+
+
 def test_a_gradient_that_is_nan_is_wrong_wherever_it_stands():
     made = target()
     model = made.copied()

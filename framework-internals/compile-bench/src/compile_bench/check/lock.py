@@ -94,8 +94,8 @@ def _inventory(entry: Mapping[str, object]) -> Inventory:
     """An entry; a count without a number would be compared with nothing."""
     inventory = Inventory(**entry)  # type: ignore[arg-type]
     for field in fields(inventory):
-        value = getattr(inventory, field.name)
-        if type(value) is not (str if field.name == "torch" else int) and (value is not None or field.default is MISSING):
+        value, kind = getattr(inventory, field.name), str if field.name == "torch" else int
+        if type(value) is not kind and (value is not None or field.default is MISSING):
             raise TypeError(f"{field.name} is {value!r}")
     return inventory
 

@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from benchkit import UserError
 from benchkit.errors import first_line
@@ -82,6 +83,8 @@ def _incomparable(target: Target, *, train: bool) -> str:
     """Why a target's numbers cannot be compared, in one sentence; empty if they can."""
     if target.is_step:
         return "a step function keeps its weights to itself"
+    if any(map(is_lazy, (*target.model.parameters(), *target.model.buffers()))):
+        return "the model's first call makes its parameters; let the target's function call it once"
     try:
         random = draws_random_numbers(target, train=train, fresh=True)
     except UserError as error:  # an output without floating-point numbers
