@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -188,10 +191,51 @@ def test_a_clock_that_does_not_wait_with_block_is_refused():
 def test_bad_arguments_say_what_was_expected():
     with pytest.raises(ValueError, match="at least one function"):
         compare({})
-    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
-        measure(lambda: None, rounds=0)
+    with pytest.raises(TypeError, match="a tuple of arguments for each call of 'a', got int"):
+        compare({"a": abs}, inputs=[1, 2])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="'cuda-graph' needs device='cuda'"):
         measure(lambda: None, clock="cuda-graph")
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        *((("seconds", value), "a positive, finite number") for value in (-1, 0, math.nan, math.inf, "1")),
+        *((("rounds", value), "a whole number, at least 1") for value in (0, -1, 2.5, math.nan, "3")),
+        *((("warmup_calls", value), "a whole number, at least 0") for value in (-1, 2.5, math.nan, None)),
+        *((("device", value), "one of cpu, cuda") for value in ("auto", "cuda:0", None)),
+        (("clock", "wall"), "one of auto, cuda-graph, cuda-events, wall-clock"),
+    ],
+)
+def test_an_option_that_is_none_of_the_possible_ones_is_named(option, expected):
+    name, value = option
+    with pytest.raises(ValueError, match=f"^{name}: expected {expected}, got {value!r}"):
+        measure(lambda: None, **{name: value})
+
+
+@pytest.mark.parametrize("confidence", [0, 1, -1, 95, math.nan])
+def test_a_confidence_that_is_no_share_is_refused(confidence):
+    timing = comparison.Timing((1.0, 2.0), 1, "wall-clock", 1.0)
+    with pytest.raises(
+        ValueError, match=f"confidence: expected a number between 0 and 1, such as 0.95, got {confidence!r}"
+    ):
+        comparison.Comparison({"a": timing, "b": timing}).speedup("a", over="b", confidence=confidence)
+
+
+async def _coroutine() -> None:
+    await asyncio.sleep(0)
+
+
+def _generator() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("function", [_coroutine, _generator])
+def test_what_has_not_run_when_it_returns_is_not_timed_as_if_it_had(function):
+    with pytest.raises(TypeError, match=r"returns a (coroutine|generator), which has not run; name in block what runs"):
+        measure(function, rounds=3)
+    assert measure(function, rounds=3, block=list if function is _generator else asyncio.run).median > 0
 
 
 @pytest.mark.gpu

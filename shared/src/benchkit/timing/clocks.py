@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,9 +63,10 @@ def make_sampler(
 
     Raises:
         RuntimeError: If ``clock`` is ``cuda-graph`` and the function cannot be captured.
+        TypeError: If the function returns what has not run yet, and there is no ``block`` that runs it.
     """
     wait = _waiter(device, block)
-    first_call = _seconds(lambda: wait(function(*inputs[0])))
+    first_call = _first_call(function, inputs[0], wait, may_be_lazy=block is not None)
     for index in range(warmup_calls):
         wait(function(*inputs[index % len(inputs)]))
 
@@ -121,10 +122,19 @@ def _long_enough(
         passes = min(max(wanted, passes + 1), passes * 16, most)
 
 
-def _seconds(action: Callable[[], object]) -> float:
+def _first_call(
+    function: Callable[..., object], arguments: Sequence[Any], wait: Callable[[Any], object], *, may_be_lazy: bool
+) -> float:
     start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    result = function(*arguments)
+    wait(result)
+    seconds = time.perf_counter() - start
+    if not may_be_lazy and isinstance(result, Awaitable | Generator | AsyncGenerator):
+        raise TypeError(
+            "expected a function that does its work when it is called, got one that returns a "
+            f"{type(result).__name__}, which has not run; name in block what runs it, such as list or asyncio.run"
+        )
+    return seconds
 
 
 def _wall_clock(

@@ -24,17 +24,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
+from benchkit.device import Device
 from benchkit.errors import without_frames
 from benchkit.processes import budget
 from benchkit.results import RANGE, Quantity
 from benchkit.timing.clocks import Clock, Inputs, Sampler, make_sampler
 from benchkit.timing.statistics import bootstrap_median_interval, fewest_samples, quantile
-
-if TYPE_CHECKING:
-    from benchkit.device import Device
 
 # With a budget a comparison may end after so many rounds: a median of three is not one of the extremes.
 FEWEST_ROUNDS = 3
@@ -106,7 +105,12 @@ class Comparison:
             time(over) / time(name), without unit. An interval that contains 1 shows no difference. With too few rounds
             for the confidence (fewer than 6 for 95 %), the interval is the range of the ratios and named ``range``:
             no verdict may rest on it (:attr:`Quantity.decides`).
+
+        Raises:
+            ValueError: If the confidence is not between 0 and 1.
         """
+        if not 0 < confidence < 1:
+            raise ValueError(f"confidence: expected a number between 0 and 1, such as 0.95, got {confidence!r}")
         ratios = [reference / own for own, reference in zip(self[name].samples, self[over].samples, strict=True)]
         middle = quantile(ratios, 0.5)
         if len(ratios) < fewest_samples(confidence):
@@ -143,8 +147,8 @@ def compare(
             cannot be captured; the timing's ``note`` then says why.
         block: Called with each result to wait for it, such as ``jax.block_until_ready``. It requires the wall clock.
         warmup_calls: Number of calls after the first one that are not sampled.
-        seconds: How long to sample, over all functions; at least 8 and at most 500 rounds.
-        rounds: Number of rounds, instead of ``seconds``.
+        seconds: How long to sample, over all functions, a positive number; at least 8 and at most 500 rounds.
+        rounds: Number of rounds, at least 1, instead of ``seconds``.
         failed: Where it is given, a function that fails is entered here with its error and the others are timed, as
             long as there is one. So is one that the budget leaves no time to prepare: name the most important first.
 
@@ -156,19 +160,23 @@ def compare(
 
     Raises:
         OutOfTime: If the budget is spent before the first round.
-        ValueError: If there are no functions, no inputs or no rounds, or if a GPU clock is combined with a CPU or with
-            ``block``.
+        ValueError: If there are no functions or no inputs, if a number or a word is none of the possible ones, or if a
+            GPU clock is combined with a CPU or with ``block``.
+        TypeError: If a function returns what has not run yet, such as a coroutine, and there is no ``block``.
     """
     if not functions:
         raise ValueError("compare() needs at least one function")
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    _check_numbers(warmup_calls, seconds, rounds)
     clock = _checked_clock(clock, device, waits=block is not None)
     samplers: dict[str, Sampler] = {}
     for name, function in functions.items():
         arguments = inputs.get(name, ()) if isinstance(inputs, Mapping) else inputs
         if not arguments:
             raise ValueError(f"inputs: expected at least one set of arguments for {name!r}, got none; () is one")
+        if other := [type(each).__name__ for each in arguments if not isinstance(each, tuple | list)]:
+            raise TypeError(
+                f"inputs: expected a tuple of arguments for each call of {name!r}, got {other[0]}; (x,) has one"
+            )
         try:
             budget.require(name or "a measurement")
         except budget.OutOfTime as error:
@@ -232,8 +240,21 @@ def _sample_rounds(
     return {name: taken for name, taken in samples.items() if name not in (failed or ())}
 
 
+def _check_numbers(warmup_calls: Any, seconds: Any, rounds: Any) -> None:
+    if not (isinstance(seconds, Real) and 0 < seconds < math.inf):
+        raise ValueError(
+            f"seconds: expected a positive, finite number, got {seconds!r}; for a number of rounds, name rounds"
+        )
+    for name, count, least in (("warmup_calls", warmup_calls, 0), ("rounds", 1 if rounds is None else rounds, 1)):
+        if not (isinstance(count, Integral) and count >= least):
+            raise ValueError(f"{name}: expected a whole number, at least {least}, got {count!r}")
+
+
 def _checked_clock(clock: Clock, device: Device, *, waits: bool) -> Clock:
     """The clock to use, which is the wall clock if a ``block`` function waits for results."""
+    for name, word, words in (("device", device, get_args(Device)), ("clock", clock, get_args(Clock))):
+        if word not in words:
+            raise ValueError(f"{name}: expected one of {', '.join(words)}, got {word!r}")
     if clock not in ("auto", "wall-clock"):
         if device == "cpu":
             raise ValueError(f"clock {clock!r} needs device='cuda'; on a CPU use 'wall-clock'")
@@ -273,7 +294,7 @@ def rotating_inputs(make: Callable[[], tuple[Any, ...]], *, device: Device, at_m
     Args:
         make: Makes one set; the bytes of its tensors are counted.
         device: Whose cache to exceed: a GPU's L2, or a CPU's last level.
-        at_most: Largest number of sets.
+        at_most: Largest number of sets, at least 1; on a GPU at least 2.
 
     Returns:
         Between 1 and ``at_most`` sets; at least 2 on a GPU.
