@@ -24,7 +24,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_args
 
@@ -241,12 +240,12 @@ def _sample_rounds(
 
 
 def _check_numbers(warmup_calls: Any, seconds: Any, rounds: Any) -> None:
-    if not (isinstance(seconds, Real) and 0 < seconds < math.inf):
+    if not hasattr(seconds, "__float__") or not 0 < seconds < math.inf:
         raise ValueError(
             f"seconds: expected a positive, finite number, got {seconds!r}; for a number of rounds, name rounds"
         )
     for name, count, least in (("warmup_calls", warmup_calls, 0), ("rounds", 1 if rounds is None else rounds, 1)):
-        if not (isinstance(count, Integral) and count >= least):
+        if not hasattr(count, "__index__") or count < least:
             raise ValueError(f"{name}: expected a whole number, at least {least}, got {count!r}")
 
 
