@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatcher_trace import Call, Shims, installed, record
-from dispatcher_trace.capture import profile
+from dispatcher_trace.capture import dispatcher, profile
 from dispatcher_trace.capture.types import calls_from_json
 from dispatcher_trace.measure.programs import gpt_step
 from dispatcher_trace.render.outline import Shown
@@ -309,6 +309,18 @@ def test_a_running_profiler_is_refused(shims: Shims) -> None:
     ):
         pass
     assert shims.recorder is None
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler")
+def test_code_that_profiles_itself_ends_the_tracers_profile(shims: Shims) -> None:
+    with record(shims, kernels=True) as t:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as inner:
+            torch.ones(2) + 1
+        assert not dispatcher.profiler_enabled()
+    assert [call.operator for call in t.calls] == ["aten::ones", "aten::add.Tensor"]
+    assert "aten::ones" in [event.name for event in inner.events()]
+    assert t.match is None
+    assert any("ran a profiler of its own" in note for note in t.notes)
 
 
 # -- larger programs: bit-equal results, every call that the profiler saw, the prediction ------------------------------

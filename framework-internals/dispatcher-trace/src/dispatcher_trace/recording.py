@@ -70,13 +70,14 @@ def _hand_over(recorder: Recorder, recorded: Trace, profiled: profile.Profile | 
     recorded.count = lambda: total
     recorded.unrecorded, recorded.counted, recorded.dropped = recorder.unrecorded, recorder.counted, recorder.dropped
     recorded.above = frozenset(recorder.above)
+    recorded.profile_ended = profiled is not None and not profiled.events
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         recorded.waiting = WAIT_FOR_THREADS
     top = recorder.top
 
     def assemble() -> tuple[list[Call], dict[str, int]]:
         calls, first_hops, unshimmed = calls_of(top)
-        if profiled is not None:
+        if profiled is not None and profiled.events:
             recorded.match = profile.attach_kernels(profiled.events, first_hops, calls)
         return calls, unshimmed
 

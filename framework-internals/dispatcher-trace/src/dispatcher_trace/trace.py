@@ -11,7 +11,7 @@ import torch
 
 from benchkit import numbers
 from dispatcher_trace.capture.key_sets import Scope, unwatched_keys
-from dispatcher_trace.capture.profile import Match
+from dispatcher_trace.capture.profile import ENDED, Match
 from dispatcher_trace.capture.types import EVIDENCE, SCHEMA_VERSION, Call, Hop, calls_to_json
 from dispatcher_trace.explain.findings import Finding, findings
 from dispatcher_trace.explain.predict import by_python_dispatcher
@@ -29,6 +29,7 @@ class Trace:
         unrecorded: Number of times that a constructor of tensor subclasses ran, by the operator that it calls without a
             shim: once; under functorch once a level, with the checks of a tangent. NOTES.md says why.
         match: How the profiler's view fits the trace; None when no profiler ran.
+        profile_ended: Whether the traced code ran a profiler of its own, which ended the tracer's.
         scope: Which keys were watched.
         error: The exception that ended the traced code and the user's line that raised it; empty if it ended by itself.
         counted: Number of hops that were counted as alike to others after the first ``max_hops``, and not kept.
@@ -47,6 +48,7 @@ class Trace:
         self.count: Callable[[], int] = lambda: 0
         self._assemble: Callable[[], tuple[list[Call], dict[str, int]]] = lambda: ([], {})
         self.match: Match | None = None
+        self.profile_ended = False
         self.scope = scope
 
     @property
@@ -119,6 +121,8 @@ class Trace:
                 f"Torch's Python dispatcher, which torch.compile and torch.export use, chose the kernels of {by_python}"
                 " calls: each of its redispatches is shown as a new call. To trace a compiled call, compile it first."
             )
+        if self.profile_ended:
+            notes.append(ENDED)
         if self.match is not None and self.match.untied_kernels:
             notes.append(
                 f"{self.match.untied_kernels} of {self.match.kernels} device kernels ran under no recorded call."

@@ -27,13 +27,17 @@ from dispatcher_trace.capture.types import Call, Kernel
 _DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver"})
 
+ENDED = (
+    "The code ran a profiler of its own, which ended the tracer's: device kernels and operators' times are not known."
+)
+
 
 @dataclass
 class Profile:
     """What the profiler saw.
 
     Attributes:
-        events: Events of its Chrome trace; empty until the block has ended.
+        events: Events of its Chrome trace; empty until the block has ended, and if the block ran a profiler of its own.
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -81,11 +85,13 @@ def profiled() -> Iterator[Profile]:
     finally:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        running = dispatcher.profiler_enabled()
         profiler.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            profile.events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        if running:  # else torch has no results, and exporting them crashes the process
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                profile.events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
 def attach_kernels(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequence[Call]) -> Match:

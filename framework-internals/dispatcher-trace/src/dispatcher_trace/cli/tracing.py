@@ -15,7 +15,7 @@ import torch
 from benchkit import UserError, numbers
 from dispatcher_trace.capture.dispatcher import near_names
 from dispatcher_trace.capture.key_sets import Scope
-from dispatcher_trace.capture.profile import profiled
+from dispatcher_trace.capture.profile import ENDED, profiled
 from dispatcher_trace.capture.user_stack import raised
 from dispatcher_trace.cli.conditions import Conditions
 from dispatcher_trace.explain import operator_cost
@@ -78,7 +78,8 @@ def record_call(
     what = "the second, untraced run for --cost (leave --cost out if the code runs only once)"
     with _user_errors(what), profiled() as profile:
         call()
-    return recorded, f"\n{operator_cost.table(operator_cost.operator_costs(profile, recorded.all_calls))}\n", None
+    table = operator_cost.table(operator_cost.operator_costs(profile, recorded.all_calls)) if profile.events else ENDED
+    return recorded, f"\n{table}\n", None
 
 
 @contextmanager
