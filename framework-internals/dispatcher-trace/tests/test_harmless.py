@@ -123,6 +123,19 @@ def test_garbage_from_before_the_trace_is_collected_in_it() -> None:
         assert gone() is None
 
 
+@pytest.mark.parametrize("change", [gc.enable, gc.disable])
+@pytest.mark.parametrize("before", [True, False])
+def test_the_program_has_the_last_word_on_garbage_collection(change: Callable[[], None], before: bool) -> None:
+    try:
+        (gc.enable if before else gc.disable)()
+        with installed("core", only=_OPERATORS):
+            assert gc.isenabled() == before
+            change()
+        assert gc.isenabled() == (change is gc.enable)
+    finally:
+        gc.enable()
+
+
 def test_an_exception_that_was_caught_keeps_no_tensor() -> None:
     def run() -> bool:
         x = torch.ones(3, 4)
