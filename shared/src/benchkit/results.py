@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from benchkit.environment import Environment
@@ -38,6 +39,15 @@ _NO_TIME = "no time was left; a run with a larger --budget measures them"
 Label = str | int | float | bool
 Json = Any  # anything that json.dumps accepts without a custom encoder
 
+
+_FIGURE_TYPES = {  # as JSON has them
+    "value": int | float,
+    "unit": str,
+    "low": int | float | None,
+    "high": int | float | None,
+    "samples": int,
+    "interval": str,
+}
 
 RANGE = "range"  # the interval of fewer samples than a confidence needs
 
@@ -336,13 +346,14 @@ def load(path: Path) -> Results:
     """Read a ``results.json``.
 
     Raises:
-        UserError: If the file cannot be read, is not JSON, has an unknown schema version or lacks a field.
+        UserError: If the file cannot be read, is not JSON, has an unknown schema version, or lacks a field or has
+            one of another type.
     """
     remedy = "run the lens again to make a new one"
     if path.name == SWEEP:  # to which the next call would add
         remedy = "remove it, and measure it again with --sweep"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        document = json.loads(path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_refuse)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -354,23 +365,44 @@ def load(path: Path) -> Results:
         raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; {remedy}")
     try:
         return Results(
-            lens=document["lens"],
+            lens=_typed(document, "lens", str),
             environment=Environment.from_json(document["environment"]),
-            configuration=document["configuration"],
+            configuration=_typed(document, "configuration", dict),
             records=tuple(
                 Record(
-                    entry["name"],
-                    entry["labels"],
-                    {key: Quantity(**value) for key, value in entry["values"].items()},
+                    _typed(entry, "name", str),
+                    _typed(entry, "labels", dict),
+                    {key: _quantity(value) for key, value in entry["values"].items()},
                     entry.get("data"),
                 )
                 for entry in document["records"]
             ),
             absences=tuple(Absence(**entry) for entry in document["absences"]),
-            complete=document["complete"],
+            complete=_typed(document, "complete", bool),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} does not fit schema version {version} ({error}); {remedy}") from error
+
+
+def _typed(entry: Mapping[str, Any], name: str, kind: type | UnionType) -> Any:
+    value = entry[name]
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
+def _quantity(entry: Mapping[str, Any]) -> Quantity:
+    quantity = Quantity(**entry)
+    for name in entry:
+        _typed(entry, name, _FIGURE_TYPES[name])
+    return quantity
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        _refuse(text)
+    return number
 
 
 def _refuse(constant: str) -> None:

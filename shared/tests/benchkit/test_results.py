@@ -68,6 +68,33 @@ def test_a_file_that_is_no_such_document_is_refused_with_a_remedy(tmp_path, text
     assert "run the lens again" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("value", value) for value in (None, "1", [1])),
+        *(("unit", 3), ("low", "1"), ("high", []), ("samples", "many"), ("interval", None)),
+        *(("labels", None), ("name", 3), ("complete", None), ("lens", 5), ("configuration", None)),
+    ],
+)
+def test_a_field_of_another_type_is_refused_and_named(tmp_path, field, value):
+    document = json.loads(dump(Results("a", capture("cpu", root=HERE), {})))
+    figure = {"value": 1.0, "unit": "s", "low": 1.0, "high": 2.0, "samples": 3, "interval": "range"}
+    record = {"name": "sum", "labels": {}, "values": {"time": figure}}
+    document["records"] = [record]
+    next(part for part in (figure, record, document) if field in part)[field] = value
+    (tmp_path / "results.json").write_text(json.dumps(document))
+    with pytest.raises(
+        UserError, match=re.escape(f"does not fit schema version 2 ({field} is {value!r}); run the lens")
+    ):
+        load(tmp_path / "results.json")
+
+
+def test_a_number_too_large_for_a_float_is_refused(tmp_path):
+    (tmp_path / "results.json").write_text('{"schema_version": 1e999}')
+    with pytest.raises(UserError, match="1e999 is no number"):
+        load(tmp_path / "results.json")
+
+
 def test_the_page_for_contributors_names_every_field_of_the_document():
     page = (HERE.parents[2] / "CONTRIBUTING.md").read_text().partition("## The results document")[2]
     named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
