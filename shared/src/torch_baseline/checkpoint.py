@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchkit import UserError
-from benchkit.errors import first_line
+from benchkit.errors import first_line, machine_fault
 from torch_baseline.config import GPTConfig, TrainConfig
 
 FORMAT = 1
@@ -79,10 +79,13 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
             os.fsync(folder)  # the new name must reach the disk too
         finally:
             os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch's archive writer turns a failed write into a RuntimeError
+    except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
+        # After a write that failed, torch's archive writer complains of positions in the file.
+        refused = error.__context__ if isinstance(error, RuntimeError) else error
+        fault = machine_fault(refused) if isinstance(refused, OSError) else None
         raise UserError(
-            f"cannot write the checkpoint {path} ({first_line(error)}); the one before is unchanged"
+            f"cannot write the checkpoint {path} ({first_line(fault or error)}); the one before is unchanged"
         ) from error
 
 

@@ -243,6 +243,21 @@ def test_a_failed_write_keeps_what_was_there(uninterrupted, tmp_path, monkeypatc
     assert checkpoints.load(tmp_path / "last.pt").step == 11
 
 
+def test_a_write_that_torch_turns_into_another_error_has_its_reason_and_remedy(uninterrupted, tmp_path, monkeypatch):
+    def too_large(content, file):
+        try:
+            raise OSError(27, "File too large")
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    saved = checkpoints.load(uninterrupted / "last.pt")
+    monkeypatch.setattr(torch, "save", too_large)
+    with pytest.raises(
+        UserError, match=r"last\.pt \(File too large; raise the limit .*\); the one before is unchanged"
+    ):
+        checkpoints.save(tmp_path / "last.pt", saved)
+
+
 def test_resuming_needs_a_run(tmp_path, small):
     with pytest.raises(UserError, match="needs the folder of the run"):
         train(small, TrainConfig(), resume=True)
