@@ -314,9 +314,12 @@ def _document(results: Results, records: Sequence[str]) -> str:
 def _record_text(record: Record) -> str:
     """A record as JSON with a line for each figure; a figure's fields that have their default are left out."""
     for key, quantity in record.values.items():
-        for figure in filter(None, (quantity.value, quantity.low, quantity.high)):
-            if not math.isfinite(figure):
-                raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {figure}")
+        for name, kind in _FIGURE_TYPES.items():
+            part = getattr(quantity, name)
+            if not isinstance(part, kind):
+                raise TypeError(f"record {record.name!r} {dict(record.labels)}: {name} of {key} is {part!r}")
+            if isinstance(part, float) and not math.isfinite(part):
+                raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {part}")
     try:
         figures = [f"{_line(key)}: {_line(_without_defaults(quantity))}" for key, quantity in record.values.items()]
         values = "{\n    " + ",\n    ".join(figures) + "\n   }" if figures else "{}"

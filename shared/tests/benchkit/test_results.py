@@ -89,6 +89,14 @@ def test_a_field_of_another_type_is_refused_and_named(tmp_path, field, value):
         load(tmp_path / "results.json")
 
 
+@pytest.mark.parametrize("part", [{"value": None}, {"value": "1"}, {"unit": None}, {"samples": 2.0}])
+def test_what_could_not_be_read_is_not_written(part):
+    figure = Quantity(**{"value": 1.0, "unit": "s", **part})
+    (name, value), *_ = part.items()
+    with pytest.raises(TypeError, match=rf"record 'sum' \{{\}}: {name} of time is {value!r}"):
+        dump(Results("a", capture("cpu", root=HERE), {}, (Record("sum", {}, {"time": figure}),)))
+
+
 def test_a_number_too_large_for_a_float_is_refused(tmp_path):
     (tmp_path / "results.json").write_text('{"schema_version": 1e999}')
     with pytest.raises(UserError, match="1e999 is no number"):
