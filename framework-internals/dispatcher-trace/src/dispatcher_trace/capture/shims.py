@@ -575,8 +575,7 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
             ):
                 yield shims
         finally:
-            with _uninterrupted():
-                with _quiet():
-                    shims.remove()
+            with _uninterrupted(), _quiet():
+                shims.remove()
     finally:
         _active.release()
