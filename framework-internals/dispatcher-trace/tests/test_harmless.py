@@ -21,6 +21,7 @@ import torch
 import warm_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatcher_trace import installed, record, trace
 from dispatcher_trace.capture import shims as shims_module
@@ -312,6 +313,24 @@ def test_a_function_mode_does_not_see_the_tracer() -> None:
         return count.called
 
     assert _traced(run) == run()
+
+
+def test_a_dispatch_mode_around_fake_tensors_does_not_see_the_tracer() -> None:
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def run() -> list[str]:
+        with Count() as count, FakeTensorMode():
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        return count.called
+
+    assert run() == run() == _traced(run) == ["aten.ones.default", "aten.ones.default", "aten.mm.default"]
 
 
 def test_torchs_lists_of_functions_do_not_have_the_tracers() -> None:

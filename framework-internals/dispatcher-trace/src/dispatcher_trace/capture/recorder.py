@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -432,7 +432,7 @@ class Recorder:
         kind = type(tensor)
         plain = kind is torch.Tensor or kind is torch.nn.Parameter
         if plain or kind.__module__.startswith("torch."):
-            shape, strides, device = _layout(tensor)
+            shape, strides, device = _layout(tensor, kind.device.__get__)  # a fake tensor's asks no mode of the program
         else:  # a user's
             shape, strides, device = dispatcher.without_torch_dispatch(_layout, tensor)
         subclass = "" if plain else kind.__name__
@@ -487,7 +487,9 @@ class Recorder:
         return label
 
 
-def _layout(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.device | str]:
+def _layout(
+    tensor: torch.Tensor, own_device: Callable[[torch.Tensor], Any] = _device
+) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.device | str]:
     """Shape, strides and device, as far as the tensor has them without the code of a subclass."""
     try:
         shape: tuple[Any, ...] = _shape(tensor)
@@ -498,7 +500,7 @@ def _layout(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], tor
     except RuntimeError:  # sparse and nested tensors have none
         strides = ()
     try:
-        device: torch.device | str = _device(tensor)
+        device: torch.device | str = own_device(tensor)
     except dispatcher.AskedForSubclassCode:
         device = "?"
     return shape, strides, device
