@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchkit import UserError
 from dispatcher_trace import Shims, Trace, assert_dispatch, assert_no_hidden_copies, assertions, record
 from dispatcher_trace.capture.recorder import MAX_HOPS
 
@@ -31,6 +32,16 @@ def test_hidden_copies_are_named_with_their_lines(shims: Shims) -> None:
     assert "test_assertions.py" in lines[0]
     assert lines[0].endswith("in attention")
     assert "cast to f64" in lines[1]
+
+
+def test_what_has_not_run_is_not_free_of_copies(shims: Shims) -> None:
+    async def attention(q: torch.Tensor) -> torch.Tensor:
+        return q.t().reshape(-1)
+
+    with pytest.raises(UserError, match="returned a coroutine, which has not run"):
+        assert_no_hidden_copies(attention, torch.ones(3, 4), shims=shims)
+    with pytest.raises(UserError, match="returned a generator, which has not run"):
+        assert_no_hidden_copies(lambda x: (row.t().reshape(-1) for row in x), torch.ones(2, 3, 4), shims=shims)
 
 
 def test_copies_that_the_line_asks_for_are_not_hidden(shims: Shims) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,20 @@ def _recorded(shims: Shims, run, **options) -> Trace:
     with record(shims, kernels=False, **options) as t:
         run()
     return t
+
+
+@pytest.mark.parametrize("max_hops", [-1, 2.5, "3"])
+def test_a_number_of_hops_that_is_none_is_refused_before_the_code_runs(shims: Shims, max_hops: Any) -> None:
+    ran: list[int] = []
+    with pytest.raises(ValueError, match=f"0 or None for every hop, got {max_hops!r}"):
+        _recorded(shims, lambda: ran.append(1), max_hops=max_hops)
+    assert not ran
+
+
+def test_no_limit_keeps_every_hop(shims: Shims) -> None:
+    for max_hops in (0, None):
+        t = _recorded(shims, lambda: [torch.ones(2) + 1 for _ in range(30)], max_hops=max_hops)
+        assert (len(t.calls), t.counted, t.dropped) == (30, 0, 0)
 
 
 def test_calls_alike_are_counted_and_the_last_ones_are_kept(shims: Shims) -> None:

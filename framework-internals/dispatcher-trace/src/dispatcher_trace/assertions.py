@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dispatcher_trace.capture.key_sets import Scope, watched_keys
 from dispatcher_trace.capture.shims import Shims, installed
 from dispatcher_trace.capture.user_stack import calls_user_code
-from dispatcher_trace.recording import record
+from dispatcher_trace.recording import record, refuse_unrun
 from dispatcher_trace.trace import Trace
 
 calls_user_code(__file__)
@@ -47,11 +47,13 @@ def assert_no_hidden_copies(
 
     Raises:
         AssertionError: With a line for each copy: the operator, the tensors and the source line.
+        UserError: If the function returns a generator or a coroutine, which has not run.
     """
     __tracebackhide__ = True
     allow = (allow,) if isinstance(allow, str) else allow
     with _recorded(shims, scope) as trace:
         result = function(*args, **kwargs)
+    refuse_unrun(result)
     copies = [
         finding
         for finding in trace.findings

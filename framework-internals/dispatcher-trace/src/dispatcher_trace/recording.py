@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any
 
 import torch
 
+from benchkit import UserError
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.native_step import Stepper
@@ -18,6 +21,13 @@ from dispatcher_trace.explain.assemble import calls_of
 from dispatcher_trace.trace import Trace
 
 calls_user_code(__file__)
+
+# Kinds of results whose code has not run yet.
+_UNRUN: dict[type, str] = {
+    GeneratorType: "a generator",
+    CoroutineType: "a coroutine",
+    AsyncGeneratorType: "an asynchronous generator",
+}
 
 
 @contextmanager
@@ -31,14 +41,17 @@ def record(
         kernels: Whether to run the profiler and put device kernels under their calls. None: where torch sees a GPU.
         native: Whether to single-step CPU kernels, each kind once; see :mod:`dispatcher_trace.capture.native_step`.
         max_hops: Number of hops that are kept in any case. After them, a call that differs from a kept one only in its
-            tensors, numbers and times is counted (``Call.alike``) and not kept. None to keep every hop.
+            tensors, numbers and times is counted (``Call.alike``) and not kept. 0 or None to keep every hop.
 
     Raises:
         UserError: If this machine cannot single-step.
+        ValueError: If ``max_hops`` is no such number.
         RuntimeError: If a recording is running, or if ``kernels`` is true and another profiler is running.
     """
     if shims.recorder is not None:
         raise RuntimeError("a recording is running already; end its block first")
+    if not (max_hops is None or (isinstance(max_hops, int) and max_hops >= 0)):
+        raise ValueError(f"max_hops: expected a whole number, 0 or None for every hop, got {max_hops!r}")
     if kernels is None:
         kernels = torch.cuda.is_available()
     recorded = Trace(shims.scope)
@@ -48,7 +61,7 @@ def record(
     # The trace also has its calls when the traced code raises: it then shows the way to the error.
     try:
         with profile.profiled() if kernels else nullcontext() as profiled:
-            recorder = shims.recorder = Recorder(max_hops)
+            recorder = shims.recorder = Recorder(max_hops or None)
             shims.stepper = stepper
             recorded.count = recorder.hop_count
             try:
@@ -106,7 +119,7 @@ def trace(
         native: Whether to single-step CPU kernels, each kind once. This names the routines below the kernels, and takes
             1 to 15 µs an instruction.
         max_hops: Number of hops that are kept in any case. After them, a call that differs from a kept one only in its
-            tensors, numbers and times is counted (``Call.alike``) and not kept. None to keep every hop.
+            tensors, numbers and times is counted (``Call.alike``) and not kept. 0 or None to keep every hop.
 
     Raises:
         UserError: If ``native`` is true and this machine cannot single-step.
@@ -114,3 +127,16 @@ def trace(
     """
     with installed(scope) as shims, record(shims, kernels=kernels, native=native, max_hops=max_hops) as recorded:
         yield recorded
+
+
+def refuse_unrun(result: Any) -> None:
+    """Raise a UserError if the result of traced code is a generator or a coroutine: its trace says nothing of it."""
+    kind = _UNRUN.get(type(result))
+    if kind is None:
+        return
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    raise UserError(
+        f"the traced code returned {kind}, which has not run; trace a function that runs it: list(…) of a generator, "
+        "asyncio.run(…) of a coroutine"
+    )

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, is_dataclass
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -14,15 +13,9 @@ import torch
 from benchkit import UserError
 from dispatcher_trace.capture.types import dtype_name
 from dispatcher_trace.capture.user_stack import calls_user_code
+from dispatcher_trace.recording import refuse_unrun
 
 calls_user_code(__file__)
-
-# Kinds of results whose code has not run yet.
-_UNRUN: dict[type, str] = {
-    GeneratorType: "a generator",
-    CoroutineType: "a coroutine",
-    AsyncGeneratorType: "an asynchronous generator",
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class Conditions:
             for context in self._contexts():
                 stack.enter_context(context)
             result = function(**tensors)
-        _refuse_unrun(result)
+        refuse_unrun(result)
         if self.backward:
             roots = [tensor for tensor in _tensors(result) if tensor.requires_grad]
             if not roots:
@@ -127,18 +120,6 @@ def _mapped(function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -
 
     mapped = torch.vmap(over_values, randomness="different")
     return lambda **given: mapped(*given.values())
-
-
-def _refuse_unrun(result: Any) -> None:
-    kind = _UNRUN.get(type(result))
-    if kind is None:
-        return
-    if isinstance(result, CoroutineType):
-        result.close()  # or Python warns that it was never awaited
-    raise UserError(
-        f"the traced code returned {kind}, which has not run; trace a function that runs it: list(…) of a generator, "
-        "asyncio.run(…) of a coroutine"
-    )
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
