@@ -277,6 +277,10 @@ def test_only_float32_parameters_are_cast_and_only_to_16_bits() -> None:
         custom_ops.AdamW([torch.ones(2, dtype=torch.float64, requires_grad=True)], dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"expected torch\.bfloat16 or torch\.float16, got torch\.float64"):
         custom_ops.AdamW([torch.ones(2, requires_grad=True)], dtype=torch.float64)
+    first, second = torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(TypeError, match=r"expected parameters of torch\.float32 to cast, got torch\.float64"):
+        custom_ops.AdamW([{"params": [first]}, {"params": [second]}], dtype=torch.bfloat16)
+    assert first.dtype == torch.float32  # of a group before the one that is refused
 
 
 def test_parameters_without_a_gradient_stay() -> None:

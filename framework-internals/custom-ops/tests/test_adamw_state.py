@@ -117,6 +117,25 @@ def test_weights_that_are_loaded_stay_whatever_the_optimizer_loads(order: tuple[
     assert ((optimizer.state[model.weight]["master"] - 7).abs() < 0.1).all()
 
 
+def test_a_compiled_step_updates_complex_parameters() -> None:
+    torch.compiler.reset()
+    found = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        made = (torch.randn(3, 5, dtype=torch.complex64), torch.randn(5, 3, dtype=torch.complex64).t())
+        weights = [nn.Parameter(values) for values in made]
+        optimizer = custom_ops.AdamW(weights, lr=0.1, amsgrad=True)
+        run = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True) if compile_it else optimizer.step
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            run()
+        states = (optimizer.state[weight] for weight in weights)
+        found.append([*weights, *(state[name] for state in states for name in sorted(state))])
+    for eager, compiled_ in zip(*found, strict=True):
+        assert torch.equal(eager, compiled_)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_compiled_step_is_one_graph_and_sees_what_is_written(dtype: torch.dtype) -> None:
     torch.compiler.reset()
@@ -384,9 +403,11 @@ def test_a_step_of_any_kind_is_loaded(step: Any) -> None:
     assert own.state[weights[1]]["step"] == 2
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     weight = nn.Parameter(torch.ones(3))
-    own, sgd = custom_ops.AdamW([weight]), torch.optim.SGD([weight], momentum=0.9)
+    own, sgd = custom_ops.AdamW([weight], lr=0.5), torch.optim.SGD([weight], momentum=0.9)
+    advance(weight, own.step, 0)
+    before = copy.deepcopy(own.state_dict())
     advance(weight, sgd.step, 0)
     with pytest.raises(
         ValueError, match="expected a state with exp_avg, exp_avg_sq, step, got one with momentum_buffer"
@@ -399,6 +420,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     differentiable = torch.optim.AdamW([weight], differentiable=True, fused=False)
     with pytest.raises(ValueError, match="argument 'differentiable': expected False, because the kernel has no deriv"):
         own.load_state_dict(differentiable.state_dict())
+    assert own.state_dict()["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(own.state_dict()["state"], before["state"], rtol=0, atol=0)
 
 
 def test_a_model_that_is_cast_takes_its_state_along() -> None:

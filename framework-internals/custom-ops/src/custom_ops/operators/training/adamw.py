@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -94,6 +93,8 @@ class AdamW(torch.optim.Optimizer):
             ``amsgrad`` or ``maximize`` is not a bool.
     """
 
+    _casts_at_once = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -115,7 +116,11 @@ class AdamW(torch.optim.Optimizer):
         without_effect = {"foreach": foreach, "capturable": capturable, "fused": fused}
         defaults = {**numbers, **flags, **without_effect, "dtype": dtype}
         check_adamw_group(defaults)
+        self._casts_at_once = False
         super().__init__(params, defaults)
+        del self._casts_at_once
+        for group in self.param_groups:  # none of which is refused
+            self._cast(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with the constructor's numbers and flags where it has none of its own.
@@ -128,27 +133,18 @@ class AdamW(torch.optim.Optimizer):
             check_adamw_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         _set_flags(param_group)
-        # Not part of the group, so that torch's optimizer can load it: afterwards the parameters have this dtype.
-        if (dtype := param_group.pop("dtype")) is not None:
-            try:
-                self._cast(param_group, dtype)
-            except TypeError:
-                self.param_groups.pop()
-                raise
+        try:
+            _check_cast(param_group)
+        except TypeError:
+            self.param_groups.pop()
+            raise
+        if self._casts_at_once:
+            self._cast(param_group)
 
-    def _cast(self, group: dict[str, Any], dtype: torch.dtype) -> None:
-        if dtype not in _NARROW:
-            raise TypeError(f"AdamW: argument 'dtype': expected torch.bfloat16 or torch.float16, got {dtype}")
-        for parameter in group["params"]:
-            if is_sharded(parameter):  # whose part would stay as it is
-                raise TypeError(
-                    f"AdamW: argument 'dtype': expected parameters that are no DTensors, got one (cast the model with "
-                    f".to({dtype}) before it is sharded; the optimizer then keeps masters too)"
-                )
-            if parameter.dtype != torch.float32:
-                raise TypeError(
-                    f"AdamW: argument 'dtype': expected parameters of torch.float32 to cast, got {parameter.dtype}"
-                )
+    def _cast(self, group: dict[str, Any]) -> None:
+        # Not part of the group, so that torch's optimizer can load it: afterwards the parameters have this dtype.
+        if (dtype := group.pop("dtype")) is None:
+            return
         for parameter in group["params"]:
             master = parameter.detach().clone()
             parameter.data = parameter.detach().to(dtype)
@@ -166,8 +162,10 @@ class AdamW(torch.optim.Optimizer):
                 ``differentiable``. A step may be a number, as before torch 1.12.
 
         Raises:
-            ValueError: If the groups do not match, an option is out of its range, or the state is another optimizer's.
+            ValueError: If the groups do not match, an option is out of its range, or the state is another optimizer's or
+                does not fit the parameters. Nothing has changed then.
         """
+        before = {"state": self.state, "param_groups": self.param_groups}
         given: dict[str, Any] = {}
 
         def keep(_: Any, final: dict[str, Any]) -> None:  # after the user's hooks
@@ -182,8 +180,15 @@ class AdamW(torch.optim.Optimizer):
         hook = self.register_load_state_dict_pre_hook(keep)
         try:
             super().load_state_dict(state_dict)
+            self._fit_state(given)
+        except BaseException:
+            self.__dict__.update(before)  # torch has put others in their place, and has not changed them
+            raise
         finally:
             hook.remove()
+
+    def _fit_state(self, given: dict[str, Any]) -> None:
+        """Fit a state that torch has loaded to the parameters."""
         saved = iter([key for group in given["param_groups"] for key in group["params"]])
         for group in self.param_groups:
             for parameter, key in zip(group["params"], saved, strict=False):
@@ -292,7 +297,8 @@ class AdamW(torch.optim.Optimizer):
             operands = self._fitted(group, parameters, places)
             if norm is not None:
                 norm = norm.to(operands.written[0].device, operands.written[0].dtype)
-            _run(partial(_call, "adamw_", check_adamw), operands, norm, settings)
+            views_of_complex = is_dynamo_compiling() and parameters[0].is_complex()
+            _run(_update_copies if views_of_complex else _update_checked, operands, norm, settings)
             for parameter, place in zip(parameters, places, strict=True):
                 if place is not parameter:
                     parameter.copy_(place)
@@ -395,6 +401,24 @@ def _set_flags(group: dict[str, Any]) -> None:
     group["foreach"], group["differentiable"], group["decoupled_weight_decay"] = None, False, True
 
 
+def _check_cast(group: dict[str, Any]) -> None:
+    """Check that the parameters of a group can be cast to its dtype."""
+    if (dtype := group["dtype"]) is None:
+        return
+    if dtype not in _NARROW:
+        raise TypeError(f"AdamW: argument 'dtype': expected torch.bfloat16 or torch.float16, got {dtype}")
+    for parameter in group["params"]:
+        if is_sharded(parameter):  # whose part would stay as it is
+            raise TypeError(
+                f"AdamW: argument 'dtype': expected parameters that are no DTensors, got one (cast the model with "
+                f".to({dtype}) before it is sharded; the optimizer then keeps masters too)"
+            )
+        if parameter.dtype != torch.float32:
+            raise TypeError(
+                f"AdamW: argument 'dtype': expected parameters of torch.float32 to cast, got {parameter.dtype}"
+            )
+
+
 def _rate(lr: float | Tensor, parameter: Tensor) -> tuple[Tensor | None, float]:
     """The learning rate as the kernel takes it: a float32 tensor on the device, or a number."""
     device = parameter.device
@@ -437,6 +461,19 @@ def _call(name: str, check: Callable[..., None], *arguments: Any) -> Any:
     except RuntimeError:
         check(*arguments)  # the kernel's own error is always a RuntimeError
         raise
+
+
+def _update_checked(*arguments: Any) -> None:
+    _call("adamw_", check_adamw, *arguments)
+
+
+def _update_copies(*arguments: Any) -> None:
+    """Update what views complex numbers as real ones, in a graph: torch would pass the kernel the complex ones."""
+    copied = [[x.clone() for x in tensors] for tensors in arguments[:5]]
+    _update_checked(*copied, *arguments[5:])
+    for place in (0, 2, 3, 4):  # all but the gradients
+        for view, updated in zip(arguments[place], copied[place], strict=True):
+            view.copy_(updated)
 
 
 def _fake_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators.checks import is_sharded
 
@@ -14,10 +15,17 @@ from custom_ops.operators.checks import is_sharded
 def dense(parameter: Tensor) -> Tensor:
     """Return the parameter itself, or a copy if its elements do not fill their memory (a slice of another tensor).
 
+    In a graph, complex numbers in another order than that of their indices are copied too: torch traces no write into
+    their memory as real ones.
+
     Raises:
         ValueError: If elements share memory, as those of an expanded tensor: nothing can be written there.
     """
-    if parameter.is_contiguous() or _like(parameter, parameter.dtype, "meta").stride() == parameter.stride():
+    if parameter.is_contiguous():
+        return parameter
+    if is_dynamo_compiling() and parameter.is_complex():
+        return parameter.detach().contiguous()
+    if _like(parameter, parameter.dtype, "meta").stride() == parameter.stride():
         return parameter
     if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(
