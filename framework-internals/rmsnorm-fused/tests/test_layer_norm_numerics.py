@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rmsnorm_fused import layer_norm
+from rmsnorm_fused.backends import resolve
 from rmsnorm_fused.bench.accuracy import expected_layer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -95,6 +96,17 @@ def test_a_mean_far_from_zero_does_not_cancel_the_variance(where, n):
     y = layer_norm(x, backend=where.backend).double()
     # Rounding the mean, 1e4, to float32 moves a row by 2^-11; squares of 1e8 would be wrong by units.
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x.double(), (n,)), atol=4e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "n"), [(9, 768), (40, 1000), (2, 40000)])  # whole rows, rows ahead, blocks of columns
+def test_a_row_of_equal_numbers_has_no_deviations(rows, n):
+    if resolve("auto", "cpu") != "cpp":
+        pytest.skip("about the kernels in C++")
+    for dtype in (torch.float32, torch.float64):
+        for value in (0.1, 3.3, 1000.1, -12345.678):
+            x, bias = torch.full((rows, n), value, dtype=dtype), torch.ones(n, dtype=dtype)
+            assert not layer_norm(x, backend="cpp").any()
+            assert (layer_norm(x / 2, None, bias, residual=x / 2, backend="cpp")[0] == 1).all()
 
 
 @pytest.mark.parametrize(("dtype", "residual"), [(torch.bfloat16, True), (torch.float64, False)])

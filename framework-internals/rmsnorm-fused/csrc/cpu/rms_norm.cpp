@@ -221,13 +221,27 @@ template <class T, bool kCentred> class ForwardKernel {
   bool streams() const { return streams_; }
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
 
-  // The sum of s, over a block.
-  [[gnu::noinline]] A total(int64_t row, Columns block) const {
+  // The sum of s, over a block; with `kDeviations` of s - mean.
+  template <bool kDeviations> [[gnu::noinline]] A total(int64_t row, Columns block, A mean) const {
     return with_summands(row, block, [&](auto summands) {
       simd::Block<T> sums = {};
-      simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED { sums = simd::sum<T>(sums, simd::values_of(summands(i, n))); });
+      simd::each_block<T>(block.count, [&](int64_t i, int64_t n) NATIVE_BUILD_INLINED {
+        sums = simd::sum<T>(sums, deviations<kDeviations>(simd::values_of(summands(i, n)), n, mean));
+      });
       return simd::sum_of_lanes<T>(sums);
     });
+  }
+
+  // Sums a row again where its mean is far from zero beside its deviations, of which the rounding of that sum is a part: the mean of a row of
+  // equal numbers is then that number. The deviations of s from the first mean are small, so their sum has the digits that the mean lacks.
+  void refine(int64_t row, const Grid& grid, A& mean, double& squares) const {
+    const double columns = static_cast<double>(columns_), first = mean;
+    if (!kCentred || !(squares * 256 < first * first * columns)) return;
+    double total_deviation = 0;
+    for (int64_t i = 0; i < grid.blocks; ++i) total_deviation += total<true>(row, grid.block(i), mean);
+    mean = static_cast<A>(first + total_deviation / columns);
+    squares = 0;
+    for (int64_t i = 0; i < grid.blocks; ++i) squares += this->squares(row, grid.block(i), mean);
   }
 
   // The sum of (s - mean)^2 over a block. With a residual, this also stores s unless write_both() does.
@@ -320,9 +334,14 @@ template <class T, bool kCentred> class ForwardKernel {
 
   // Adds (s - mean)^2 of the first n elements of a block.
   static NATIVE_BUILD_INLINE void add_square(simd::Block<T>& sums, const simd::Block<T>& s, int64_t n, A mean) {
-    simd::Block<T> c = centred<kCentred, T>(s, mean);
-    if (kCentred && n < simd::kBlock<T>) c = first_of<T>(c, n);
+    const simd::Block<T> c = deviations<kCentred>(s, n, mean);
     sums = add_product<T>(sums, c, c);
+  }
+
+  // The first n elements of a block, minus the mean with `kFromMean`; the others are zero.
+  template <bool kFromMean> static NATIVE_BUILD_INLINE simd::Block<T> deviations(const simd::Block<T>& s, int64_t n, A mean) {
+    const simd::Block<T> c = centred<kFromMean, T>(s, mean);
+    return kFromMean && n < simd::kBlock<T> ? first_of<T>(c, n) : c;
   }
 
   // Whether streaming stores can write all whole blocks of all rows.
@@ -425,7 +444,7 @@ template <class T, bool kCentred> void forward_by_rows(const ForwardKernel<T, kC
       double squares = 0;
       if (kCentred && sums) {
         double total = 0;
-        for (int64_t i = 0; i < grid.blocks; ++i) total += kernel.total(row, grid.block(i));
+        for (int64_t i = 0; i < grid.blocks; ++i) total += kernel.template total<false>(row, grid.block(i), 0);
         mean = grid.mean<A>(total);
       }
       if (sums && !both)
@@ -433,7 +452,8 @@ template <class T, bool kCentred> void forward_by_rows(const ForwardKernel<T, kC
       auto& sums_of_row = summed[(row - begin) % (kRowsAhead + 1)];
       sums_of_row = {mean, squares};
       if (!writes) continue;
-      const auto& found = summed[(to - begin) % (kRowsAhead + 1)];
+      auto& found = summed[(to - begin) % (kRowsAhead + 1)];
+      kernel.refine(to, grid, found.mean, found.squares);
       RowScale<A> scale = kernel.scale(to, found.mean, found.squares);
       if (scales_rows) {
         uint32_t largest = 0;
@@ -462,11 +482,15 @@ template <class T, bool kCentred> void forward_by_blocks(const ForwardKernel<T, 
   };
   const auto over_row = [&](int64_t row) { return std::accumulate(&found[row * grid.blocks], &found[(row + 1) * grid.blocks], 0.0); };
   if constexpr (kCentred) {
-    each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.total(row, block); });
+    each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.template total<false>(row, block, 0); });
     for (int64_t row = 0; row < grid.rows; ++row) scales[row].mean = grid.mean<A>(over_row(row));
   }
   each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.squares(row, block, scales[row].mean); });
-  for (int64_t row = 0; row < grid.rows; ++row) scales[row] = kernel.scale(row, scales[row].mean, over_row(row));
+  for (int64_t row = 0; row < grid.rows; ++row) {
+    double squares = over_row(row);
+    kernel.refine(row, grid, scales[row].mean, squares);
+    scales[row] = kernel.scale(row, scales[row].mean, squares);
+  }
   if (kernel.scales_rows()) {
     const std::unique_ptr<uint32_t[]> largest(new uint32_t[grid.rows * grid.blocks]);
     each_block([&](int64_t index, int64_t row, Columns block) { largest[index] = kernel.largest(row, block, scales[row]); });
