@@ -259,6 +259,36 @@ def test_scores_of_any_finite_magnitude(dtype: torch.dtype, size: int) -> None:
         torch.testing.assert_close(lse.double(), score, rtol=4 * torch.finfo(wide(dtype)).eps, atol=0)
 
 
+@pytest.mark.parametrize("keys", [5, 1000])  # of one part and of several
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_mask_of_any_finite_magnitude_chooses_its_key(dtype: torch.dtype, keys: int) -> None:
+    eps, largest, absorbs = torch.finfo(dtype).eps, torch.finfo(dtype).max, 2**29 if dtype == torch.float64 else 1
+    for high in (*(absorbs * x for x in (2.3e8, 9e8, 3.1e9, 5e10, 1e20)), 0.5 * largest, 0.8 * largest, largest):
+        q, k, v = (drawn(1, 1, n, 16, dtype=dtype, seed=n).requires_grad_() for n in (3, keys, keys))
+        mask = torch.zeros(keys, dtype=dtype)
+        mask[[1, 2]] = torch.tensor([high * 0.9, high], dtype=dtype)
+        out, lse = custom_ops.flash_attention(q, k, v, attn_mask=mask)
+        # All other weights are 0, and three operations are rounded: p·v, 1 / p and their product.
+        torch.testing.assert_close(out, v[:, :, 2:3].expand_as(out), rtol=2 * eps, atol=0)
+        torch.testing.assert_close(lse, torch.full_like(lse, float(mask[2])), rtol=torch.finfo(wide(dtype)).eps, atol=0)
+        dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+        assert torch.equal(dv, torch.zeros_like(v).index_fill(2, torch.tensor([2]), 3))
+        # That of the score is the difference of two sums of 16 products, of which one is of out, rounded.
+        of_score = 34 * eps * v[:, :, 2].abs().sum()
+        assert dq.abs().max() <= of_score * k.abs().max()
+        assert dk.abs().max() <= 3 * of_score * q.abs().max()
+
+
+def test_a_sink_of_any_finite_magnitude_takes_all() -> None:
+    q, k, v = (drawn(1, 1, 6, 8, dtype=torch.float32, seed=n).requires_grad_() for n in range(3))
+    for high in (1e9, torch.finfo(torch.float32).max):
+        sinks = torch.tensor([high], requires_grad=True)
+        out, lse = custom_ops.flash_attention(q, k, v, sinks=sinks)
+        assert not out.any()
+        assert (lse == high).all()
+        assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), (q, k, v, sinks)))
+
+
 def test_a_sink_of_minus_infinity_is_none() -> None:
     q, k, v = (drawn(1, 2, n, 8, seed=n).requires_grad_() for n in (6, 4, 4))
     sinks = torch.tensor([float("-inf"), 0.5], dtype=torch.float64, requires_grad=True)

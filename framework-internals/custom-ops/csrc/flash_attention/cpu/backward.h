@@ -170,8 +170,9 @@ template <typename T> class BackwardTask {
       // A row beyond the last one, or without any key, has no weight.
       const Sum saved = static_cast<const Sum*>(args_.lse)[index + row], infinity = std::numeric_limits<Sum>::infinity();
       const Sum lse = i < count_ && saved != -infinity ? saved : infinity;
+      natural_lse_[i] = lse;
       lse_[i] = lse * kLog2E;
-      lse_rest_[i] = std::isfinite(lse) ? std::fma(lse, kLog2E, -lse_[i]) : 0;
+      lse_rest_[i] = std::isfinite(lse_[i]) ? std::fma(lse, kLog2E, -lse_[i]) : 0;
       delta_[i] = i < count_ ? total : 0;
     }
   }
@@ -184,10 +185,18 @@ template <typename T> class BackwardTask {
   // Scores become probabilities, and their gradients those of the scores (divided by the scale): in place, or in bfloat16 rows of
   // both, and pairs of rows of the latter.
   void differentiate(int64_t keys) {
-    const Vector factor = simd::broadcast(power_factor<Sum>(problem_));
     for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
-      const Vector lse = simd::load(lse_ + c), lse_rest = simd::load(lse_rest_ + c), delta = simd::load(delta_ + c);
-      const auto probability = [&](int64_t j) { return power_of<kIsExact<T>>(simd::fma(simd::load(scores_ + j * kQueries + c), factor, -lse_rest) - lse); };
+      const Vector delta = simd::load(delta_ + c);
+      Vector lse_rest = simd::load(lse_rest_ + c);
+      Exponents<Sum> exponents = {simd::broadcast(power_factor<Sum>(problem_)), simd::load(lse_ + c)};
+      const Vector natural = simd::load(natural_lse_ + c);
+      const Vector size = simd::max(natural, -natural);
+      if (__builtin_expect(simd::any_above(size < simd::broadcast(std::numeric_limits<Sum>::infinity()) ? size : Vector{}, simd::broadcast(kFar<Sum> / kLog2E)), false)) {
+        exponents = far_out<Sum>(scores_ + c, keys, natural_factor<Sum>(problem_), kLog2E, exponents.base, natural, exponents);
+        lse_rest = exponents.base == Vector{} ? Vector{} : lse_rest;
+      }
+      const Vector factor = exponents.factor, lse = exponents.base, rest = lse_rest;
+      const auto probability = [&](int64_t j) { return power_of<kIsExact<T>>(simd::fma(simd::load(scores_ + j * kQueries + c), factor, -rest) - lse); };
       const auto gradient = [&](int64_t j, Vector p) {
         const int64_t at = j * kQueries + c;
         const Vector of_score = p * (simd::load(grads_ + at) - delta);
@@ -267,7 +276,7 @@ template <typename T> class BackwardTask {
   Buffer<int32_t> pairs_;
   Buffer<Sum> out_;
   Buffer<Sum> sums_, dq_;
-  Sum lse_[kQueries], lse_rest_[kQueries], delta_[kQueries];
+  Sum natural_lse_[kQueries], lse_[kQueries], lse_rest_[kQueries], delta_[kQueries];
 };
 
 template <typename T> void backward_tasks(const Backward& args, std::atomic<int64_t>& next) {

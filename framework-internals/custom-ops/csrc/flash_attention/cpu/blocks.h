@@ -128,7 +128,8 @@ template <typename Element, typename T> class WidenedBlocks {
 // The scale becomes a sign of the queries and a factor of the scores that is positive, so that the largest product has the
 // largest score and a hidden one stays -inf.
 template <typename Sum> NATIVE_BUILD_INLINE Sum factor_of(double scale) {
-  return scale == 0 ? Sum{1} : static_cast<Sum>(std::fabs(scale) * 1.44269504088896340736);
+  constexpr double kLeast = std::numeric_limits<Sum>::min();  // times an infinite difference it is infinite
+  return scale == 0 ? Sum{1} : static_cast<Sum>(std::fmax(std::fabs(scale) * 1.44269504088896340736, kLeast));
 }
 NATIVE_BUILD_INLINE void turn(double& x, bool zero) { x = zero ? 0 : -x; }
 NATIVE_BUILD_INLINE void turn(float& x, bool zero) { x = zero ? 0 : -x; }
@@ -297,9 +298,14 @@ template <typename Sum> Sum power_factor(const Problem& problem) {
   return changes_scores(problem.features) ? Sum(1.44269504088896340736) : factor_of<Sum>(problem.scale);
 }
 
+// What makes natural scores of the same.
+template <typename Sum> Sum natural_factor(const Problem& problem) {
+  return changes_scores(problem.features) || problem.scale == 0 ? Sum{1} : static_cast<Sum>(std::fabs(problem.scale));
+}
+
 // What the blocks of keys so far have left of each query.
 template <typename Sum> struct Softmax {
-  Sum top[kQueries];         // the largest score in powers of two; its power is taken out of the sums
+  Sum top[kQueries];         // the largest score, without its factor; its power is taken out of the sums
   Sum total[kQueries];       // the sum of the powers
   Sum correction[kQueries];  // of the sums before this block
 };
@@ -307,22 +313,27 @@ template <typename Sum> struct Softmax {
 // Where the largest score in powers of two is beyond this, its rounding is 8 or more: the product in a multiply-add, which is not
 // rounded, would be so far from it that the power overflows, or that of every score is zero.
 template <typename Sum> constexpr Sum kFar = static_cast<Sum>(int64_t{1} << (std::numeric_limits<Sum>::digits + 4));
+template <typename Sum> NATIVE_BUILD_INLINE bool is_far(Sum power) { return std::fabs(power) > kFar<Sum> && power > -std::numeric_limits<Sum>::infinity(); }
 
 // (factor S - base) of one vector of queries, a multiply-add.
 template <typename Sum> struct Exponents {
   simd::Vector<Sum> factor, base;
 };
 
-// Where the base is far out, the scores become (factor S - base), with the product rounded as the base was.
-template <typename Sum> [[gnu::noinline, gnu::cold]] Exponents<Sum> far_out(Sum* scores, int64_t keys, const Exponents<Sum>& from) {
-  using Vector = simd::Vector<Sum>;
-  const Vector none = {}, one = simd::broadcast(Sum{1}), size = simd::max(from.base, -from.base), limit = simd::broadcast(kFar<Sum>);
-  for (int64_t j = 0; j < keys; ++j) {
-    Sum* const at = scores + j * kQueries;
-    const Vector score = simd::load(at), product = simd::fma(score, from.factor, none);  // a plain product may be fused with the difference
-    simd::store(size > limit ? product - from.base : score, at);
+// Where `power` is far out, the scores become (unit S - top) factor, whose first difference is exact near the top and overflows nowhere.
+template <typename Sum>
+[[gnu::noinline, gnu::cold]] Exponents<Sum> far_out(Sum* scores, int64_t keys, Sum unit, Sum factor, simd::Vector<Sum> power, simd::Vector<Sum> top, const Exponents<Sum>& from) {
+  Exponents<Sum> result = from;
+  for (int lane = 0; lane < simd::kLanes<Sum>; ++lane) {
+    if (!is_far<Sum>(power[lane])) continue;
+    for (int64_t j = 0; j < keys; ++j) {
+      const Sum product = std::fma(scores[j * kQueries + lane], unit, Sum{0});  // a plain product may be fused with the difference
+      scores[j * kQueries + lane] = (product - top[lane]) * factor;
+    }
+    result.factor[lane] = 1;
+    result.base[lane] = 0;
   }
-  return {size > limit ? one : from.factor, size > limit ? none : from.base};
+  return result;
 }
 
 // A block of scores S^T becomes powers of two of (factor S - top): in place, or in `pairs` of neighbouring keys.
@@ -340,14 +351,20 @@ template <class Product, bool kExact> void soften(typename Product::Sum* scores,
     }
     for (; j < keys; ++j) tops[0] = simd::max(simd::load(at + j * kQueries), tops[0]);
     const Vector highest = simd::max(simd::max(tops[0], tops[1]), simd::max(tops[2], tops[3]));
-    const Vector before = simd::load(row.top + c), here = highest * factors;
+    const Vector before = simd::load(row.top + c), none = {};
     // Powers up to 2^8 are as exact, and spare the tiles most of the scaling of old sums.
-    const Vector top = here > before + (Product::kStep == 32 ? Sum{8} : Sum{0}) ? here : before;
+    const Vector top = (highest - before) * factors > simd::broadcast(Product::kStep == 32 ? Sum{8} : Sum{0}) ? highest : before;
+    const auto rounded = [&](Vector score) NATIVE_BUILD_INLINED { return simd::fma(score, factors, none); };  // a plain product may be fused with a difference
+    const Vector power = rounded(top);
     // Without a finite score so far, the powers are zero, and not those of -inf less -inf.
-    const Vector base = simd::max(top, simd::broadcast(std::numeric_limits<Sum>::lowest()));
-    const Vector correction = power_of<true>(before - base), none = {};
+    const Vector base = simd::max(power, simd::broadcast(std::numeric_limits<Sum>::lowest()));
+    Vector behind = rounded(before) - base;
     Exponents<Sum> exponents = {factors, base};
-    if (__builtin_expect(simd::any_above(top == base ? simd::max(base, -base) : none, simd::broadcast(kFar<Sum>)), false)) exponents = far_out(at, keys, exponents);
+    if (__builtin_expect(simd::any_above(power == base ? simd::max(base, -base) : none, simd::broadcast(kFar<Sum>)), false)) {
+      exponents = far_out<Sum>(at, keys, 1, factor, power, top, exponents);
+      for (int lane = 0; lane < simd::kLanes<Sum>; ++lane) behind[lane] = is_far<Sum>(power[lane]) ? (before[lane] - top[lane]) * factor : behind[lane];
+    }
+    const Vector correction = power_of<true>(behind);
     const auto exponent = [&exponents](Vector score) NATIVE_BUILD_INLINED { return simd::fma(score, exponents.factor, -exponents.base); };
     Vector sums[4] = {};
     if constexpr (Product::kDepth == 1) {
@@ -361,9 +378,9 @@ template <class Product, bool kExact> void soften(typename Product::Sum* scores,
         }
       }
       for (; j < keys; ++j) {
-        const Vector power = power_of<kExact>(exponent(simd::load(at + j * kQueries)));
-        sums[0] += power;
-        simd::store(power, at + j * kQueries);
+        const Vector last = power_of<kExact>(exponent(simd::load(at + j * kQueries)));
+        sums[0] += last;
+        simd::store(last, at + j * kQueries);
       }
     } else {
 #if defined(__AVX512BF16__)

@@ -77,12 +77,17 @@ template <typename T> class ForwardTask {
     start(first);
     out_ = sums_;
     clear(out_, kQueries * width_);
+    const Vector factors = simd::broadcast(factor_);
     for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
       const auto at = [&](int64_t part, int64_t row) { return simd::load(sums_of_part(batch, head, first, part) + row * kQueries + c); };
       Vector top = simd::load(softmax_.top + c), total = {};
       for (int64_t part = 0; part < parts_; ++part) top = simd::max(at(part, width_), top);
       for (int64_t part = 0; part < parts_; ++part) {
-        const Vector weight = power_of<true>(at(part, width_) - simd::max(top, simd::broadcast(std::numeric_limits<Sum>::lowest())));
+        const auto rounded = [&](Vector score) { return simd::fma(score, factors, Vector{}); };  // a plain product may be fused with the difference
+        const Vector power = rounded(top), near = rounded(at(part, width_)) - simd::max(power, simd::broadcast(std::numeric_limits<Sum>::lowest()));
+        Vector behind = near;
+        for (int lane = 0; lane < simd::kLanes<Sum>; ++lane) behind[lane] = is_far<Sum>(power[lane]) ? (at(part, width_)[lane] - top[lane]) * factor_ : near[lane];
+        const Vector weight = power_of<true>(behind);
         total = simd::fma(at(part, width_ + 1), weight, total);
         for (int64_t d = 0; d < size_; ++d) {
           Sum* const sum = out_ + d * kQueries + c;
@@ -149,13 +154,28 @@ template <typename T> class ForwardTask {
     multiply<Product>({values, weights, kQueries, rounded_up(keys, Product::kStep) / kDepth, out_, kQueries, old, softmax_.correction}, size_, columns_);
   }
 
+  // The largest score in powers of two becomes natural where it is far out.
+  void leave_units() {
+    const Sum unit = natural_factor<Sum>(problem_);
+    for (int64_t i = 0; i < columns_; ++i) {
+      const Sum power = softmax_.top[i] * factor_;
+      far_[i] = is_far<Sum>(power);
+      softmax_.top[i] = far_[i] ? softmax_.top[i] * unit : power;
+    }
+  }
+
   // The sink is a key with a score of its own and without a value.
   void add_sink(Sum sink) {
-    const Sum score = sink * Sum(1.44269504088896340736);
+    constexpr Sum kLog2E = Sum(1.44269504088896340736);
     for (int64_t i = 0; i < columns_; ++i) {
+      if (!far_[i] && sink * kLog2E > kFar<Sum>) {
+        far_[i] = true;
+        softmax_.top[i] /= kLog2E;
+      }
+      const Sum score = far_[i] ? sink : sink * kLog2E, factor = far_[i] ? kLog2E : Sum{1};
       const Sum top = std::max({softmax_.top[i], score, std::numeric_limits<Sum>::lowest()});  // -inf less -inf is NaN
-      softmax_.correction[i] = std::exp2(softmax_.top[i] - top);
-      softmax_.total[i] = softmax_.total[i] * softmax_.correction[i] + std::exp2(score - top);
+      softmax_.correction[i] = std::exp2((softmax_.top[i] - top) * factor);
+      softmax_.total[i] = softmax_.total[i] * softmax_.correction[i] + std::exp2((score - top) * factor);
       softmax_.top[i] = top;
     }
   }
@@ -166,6 +186,7 @@ template <typename T> class ForwardTask {
     const bool sink = problem_.features.sinks != nullptr;
     // What the total is at least: a query without any key has sums and a total of zero.
     const Vector least = simd::broadcast(hides_rows(problem_) || problem_.seq_kv == 0 ? std::numeric_limits<Sum>::min() : -std::numeric_limits<Sum>::infinity());
+    leave_units();
     if (sink) add_sink(static_cast<const Sum*>(problem_.features.sinks)[head]);
     for (int64_t c = 0; c < columns_; c += simd::kLanes<Sum>) {
       Vector inverse = Sum{1} / simd::max(least, simd::load(softmax_.total + c));
@@ -176,7 +197,7 @@ template <typename T> class ForwardTask {
     for (int64_t i = 0; i < count_; ++i) {
       T* to = row_of<T>(args_.out, batch, head, first + i);
       for (int64_t d = 0; d < size_; d += simd::kLanes<Sum>) simd::store(simd::load(rows + i * width_ + d), to + d, size_ - d);
-      if (lse != nullptr) lse[i] = std::fma(softmax_.top[i], Sum(0.69314718055994530942), std::log(softmax_.total[i]));
+      if (lse != nullptr) lse[i] = std::fma(softmax_.top[i], far_[i] ? Sum{1} : Sum(0.69314718055994530942), std::log(softmax_.total[i]));
     }
   }
 
@@ -194,6 +215,7 @@ template <typename T> class ForwardTask {
   Sum* out_;  // (width, queries)
   WidenedBlocks<Element, T> wide_keys_, wide_values_;
   Softmax<Sum> softmax_;
+  bool far_[kQueries];
 };
 
 template <typename T> void forward_tasks(const Forward& args, std::atomic<int64_t>& next) {
