@@ -117,14 +117,15 @@ def test_weights_that_are_loaded_stay_whatever_the_optimizer_loads(order: tuple[
     assert ((optimizer.state[model.weight]["master"] - 7).abs() < 0.1).all()
 
 
-def test_a_compiled_step_updates_complex_parameters() -> None:
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_a_compiled_step_updates_complex_parameters(dtype: torch.dtype) -> None:
     torch.compiler.reset()
     found = []
     for compile_it in (False, True):
         torch.manual_seed(0)
-        made = (torch.randn(3, 5, dtype=torch.complex64), torch.randn(5, 3, dtype=torch.complex64).t())
+        made = (torch.randn(3, 5, dtype=dtype), torch.randn(5, 3, dtype=dtype).t())
         weights = [nn.Parameter(values) for values in made]
-        optimizer = custom_ops.AdamW(weights, lr=0.1, amsgrad=True)
+        optimizer = custom_ops.AdamW(weights, lr=0.1 if dtype == torch.complex128 else 0.125, amsgrad=True)
         run = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True) if compile_it else optimizer.step
         for _ in range(3):
             for weight in weights:

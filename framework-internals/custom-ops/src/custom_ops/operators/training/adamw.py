@@ -162,8 +162,8 @@ class AdamW(torch.optim.Optimizer):
                 ``differentiable``. A step may be a number, as before torch 1.12.
 
         Raises:
-            ValueError: If the groups do not match, an option is out of its range, or the state is another optimizer's or
-                does not fit the parameters. Nothing has changed then.
+            ValueError: If the groups do not match, an option is out of its range, or the state is another optimizer's
+                or does not fit the parameters. Nothing has changed then.
         """
         before = {"state": self.state, "param_groups": self.param_groups}
         given: dict[str, Any] = {}
@@ -422,7 +422,7 @@ def _check_cast(group: dict[str, Any]) -> None:
 def _rate(lr: float | Tensor, parameter: Tensor) -> tuple[Tensor | None, float]:
     """The learning rate as the kernel takes it: a float32 tensor on the device, or a number."""
     device = parameter.device
-    if is_dynamo_compiling() and (isinstance(lr, Tensor) or parameter.dtype != torch.float64):
+    if is_dynamo_compiling() and (isinstance(lr, Tensor) or parameter.dtype not in (torch.float64, torch.complex128)):
         # A number would be part of the graph: one for each rate of a schedule. A sum makes it an input, torch.full not.
         return (torch.zeros((), dtype=torch.float32, device=device) + lr).to(torch.float32), 0.0
     if not isinstance(lr, Tensor):
