@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,32 @@ def require_same_run(checkpoint: Checkpoint, model_config: GPTConfig, config: Tr
             f"the checkpoint was trained on data with SHA-256 {checkpoint.data_sha256[:16]}…, "
             f"this is {data_sha256[:16]}…; resume with the same data"
         )
+
+
+def require_shapes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a checkpoint has the tensors of a model: copying a smaller one would repeat it.
+
+    Args:
+        checkpoint: Its weights, their averages and AdamW's moments are compared.
+        shapes: Those of the model's parameters by name.
+
+    Raises:
+        UserError: If a tensor is missing or has another shape; the message names the first.
+    """
+    for name, shape in shapes.items():
+        own = {"weights": checkpoint.model.get(name)}
+        if checkpoint.ema:
+            own["averages"] = checkpoint.ema.get(name)
+        if name not in checkpoint.optimizer:
+            own["optimizer"] = None
+        own |= {key: value for key, value in checkpoint.optimizer.get(name, {}).items() if value.ndim}  # not the step
+        for part, found in own.items():
+            if found is None or tuple(found.shape) != shape:
+                received = "none" if found is None else f"one of shape {list(found.shape)}"
+                raise UserError(
+                    f"the checkpoint's {part}: expected {name} of shape {list(shape)}, received {received}; use "
+                    "another checkpoint, or start a new run"
+                )
 
 
 def _fields(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchkit import UserError
 from torch_baseline import loop
-from torch_baseline.checkpoint import Checkpoint
+from torch_baseline.checkpoint import Checkpoint, require_shapes
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Bytes, Corpus, Tokens, validation_batches
 from torch_baseline.loop import NonFiniteError, Place, Trainer
@@ -284,6 +284,7 @@ class Learner(Trainer):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint's state, sharded in the same way as the model."""
+        require_shapes(checkpoint, {name: tuple(parameter.shape) for name, parameter in self._named()})
         with torch.no_grad():
             for name, parameter in self._named():
                 parameter.copy_(spread_like(checkpoint.model[name], parameter))

@@ -223,6 +223,24 @@ def test_another_run_is_refused(uninterrupted, model_changes, changes, message):
         checkpoints.require_same_run(saved, GPTConfig(**{**saved.model_config, **model_changes}), config, "0" * 64)
 
 
+@pytest.mark.parametrize("part", ["model", "ema", "optimizer"])
+@pytest.mark.parametrize(
+    ("change", "received"),
+    [(lambda tensor: tensor[:1], r"received one of shape \[1"), (lambda tensor: None, "received none")],
+)
+def test_tensors_of_another_model_are_refused(uninterrupted, part, change, received):
+    saved = checkpoints.load(uninterrupted / "last.pt")
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.model.items()}
+    checkpoints.require_shapes(saved, shapes)
+    tensors = dict(getattr(saved, part))
+    name, first = next(iter(tensors.items()))
+    changed = change(saved.model[name])
+    tensors[name] = {**first, "exp_avg": changed} if part == "optimizer" and changed is not None else changed
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(UserError, match=received):
+        checkpoints.require_shapes(dataclasses.replace(saved, **{part: kept}), shapes)
+
+
 def test_where_and_how_often_may_change(uninterrupted, tmp_path):
     saved = checkpoints.load(uninterrupted / "last.pt")
     config = TrainConfig(**{**saved.train_config, "out": tmp_path, "eval_interval": 1, "compile": True})

@@ -29,10 +29,11 @@ from jax_baseline.gpt.sharding import gathered, make_mesh, require_divisible, sp
 from jax_baseline.gpt.train import Step, TrainState, initial_state, make_gradient, make_train_step
 from jax_baseline.gpt.transfer import to_torch
 from torch_baseline import loop
-from torch_baseline.checkpoint import Checkpoint
+from torch_baseline.checkpoint import Checkpoint, require_shapes
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Bytes, Tokens, validation_batches
 from torch_baseline.loop import NonFiniteError, Place, Trainer
+from torch_baseline.model import parameter_shapes
 from torch_baseline.records import Report, Summary
 
 
@@ -248,6 +249,7 @@ class JaxTrainer(Trainer):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take over the state of a checkpoint of either framework."""
+        require_shapes(checkpoint, parameter_shapes(self._model))
         self.state = spread(state_of(checkpoint, scan=self._execution.scan), self._shardings)
         self.best_loss, self.stale, self._generators = checkpoint.best_loss, checkpoint.stale, checkpoint.rng
 
