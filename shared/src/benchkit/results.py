@@ -499,20 +499,11 @@ def require_writable(path: Path) -> None:
 def in_turn(path: Path) -> Iterator[None]:
     """Wait until no other process changes a file, and keep others waiting inside the block.
 
-    The lock is on the folder itself, so that no lock file remains.
-
     Raises:
         UserError: If the folder, which is created if it does not exist, cannot be opened.
     """
-    with reported(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX)
+    with _locked(path.parent, named=path):
         yield
-    finally:
-        os.close(folder)
 
 
 @contextmanager
@@ -540,26 +531,36 @@ def only_writer(directory: Path) -> Iterator[None]:
     Raises:
         UserError: If another run writes there, or the folder cannot be created.
     """
-    with reported(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        folder = os.open(directory, os.O_RDONLY)  # the folder itself is locked, so that no lock file remains
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run writes to {directory}; wait for it, end it, or name another folder with --out"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+    busy = f"another run writes to {directory}; wait for it, end it, or name another folder with --out"
+    with _locked(directory, named=directory, busy=busy):
         for folder_of_run in (directory, directory / "figures"):  # in others, another run may be writing
             for half_written in folder_of_run.glob(f".*{WRITING}"):  # left by a run that was killed
                 half_written.unlink(missing_ok=True)
         yield
+
+
+@contextmanager
+def _locked(folder: Path, *, named: Path, busy: str = "") -> Iterator[None]:
+    """Lock a folder, which is created if it does not exist, where the file system knows locks.
+
+    The folder itself is locked, so that no lock file remains. Where another process has the lock, a UserError says
+    ``busy``; if that is empty, the block waits. Other errors name ``named``.
+    """
+    with reported(named):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError:
+            raise UserError(busy) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
     finally:
         with suppress(OSError):  # a process that was forked meanwhile has the folder open, and would keep the lock
-            fcntl.flock(folder, fcntl.LOCK_UN)
-        os.close(folder)
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
 
 
 def _has_records(path: Path) -> bool:
