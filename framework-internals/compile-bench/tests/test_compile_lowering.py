@@ -211,6 +211,36 @@ def test_a_second_winner_is_confirmed_beside_the_first(both, expected, exact_tim
     assert study.gain.value > 1
 
 
+@pytest.mark.parametrize(("left", "longer", "choice"), [(1e9, 6.0, "kernel"), (100.0, None, "formula")])
+def test_where_noise_alone_rejects_a_gain_beside_a_winner_a_longer_comparison_decides(
+    left, longer, choice, pass_time, monkeypatch
+):
+    asked: list[float] = []
+
+    def compared(processes: Any, keys: Any, seconds: float) -> Comparison:
+        asked.append(seconds)
+        noise = 0.0 if len(asked) == 1 or seconds > 2.0 else 0.1
+
+        def timing(key: object) -> Timing:
+            took = processes.running[key].seconds
+            noisy = noise if key is greedy.CONTROL else 0.0
+            samples = tuple(took * (1 + noisy * (-1) ** sample) for sample in range(10))
+            return Timing(samples, 1, "wall-clock", took)
+
+        return Comparison({greedy._name(key): timing(key) for key in keys if key in processes.running})
+
+    monkeypatch.setattr(greedy, "_compare", compared)
+    seconds = {(): 0.012, ("a",): 0.008, ("b",): 0.0112, ("a", "b"): 0.0075}
+
+    def start(choices: Mapping[str, lowering.Choice]) -> Taking:
+        return Taking(seconds[tuple(name for name, chosen in choices.items() if chosen == "kernel")])
+
+    with budget.within(left):
+        study = choose_lowerings(MAKE, Operators((), ("a", "b"), 1e-4), start, seconds=2.0, beside=5)
+    assert {name: trial.choice for name, trial in study.decisive.items()} == {"a": "kernel", "b": choice}
+    assert asked == [2.0, 2.0, *([longer] if longer else [])]
+
+
 @pytest.mark.parametrize(("both", "choice"), [(0.0105, "kernel"), (0.0119, "formula")])
 def test_gains_that_are_too_small_alone_are_tried_together(both, choice, exact_times, monkeypatch, tmp_path):
     """Beside a winner: two kernels that gain 1 % each, and one that loses."""

@@ -4,7 +4,8 @@ All variants of a round are compared in alternation, with the plain step and a s
 control. A kernel is taken if the whole interval of its speedup is above 1 and above the control's interval, so that the
 difference is larger than what two processes of the same program show, and if its median is 2 % above both. Otherwise
 the formula stays: a choice that follows every small gain loses more elsewhere than it wins. Kernels whose gains are too
-small to be told one at a time are tried once more, together, and are taken together by the same rule.
+small to be told one at a time are tried once more, together, and are taken together by the same rule. Where the median
+of such a trial, or of one beside a winner, gains 2 % and noise alone rejects it, a longer comparison decides.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ _SAMPLE_SECONDS = 0.1
 _FEWEST_ROUNDS, _MOST_ROUNDS = 10, 200
 
 LEAST_GAIN = 1.02
+
+# How many times as long the second comparison of an undecided trial is: less where that is more than a part of the time
+# that is left, and none where it could not be much longer than the first.
+_LONGER, _LEAST_LONGER = 3.0, 1.5
+_PART_OF_TIME_LEFT = 0.1
 
 
 # Starts the process of a :class:`compile_bench.measure.lowerings.step.LoweredStep`.
@@ -324,9 +330,16 @@ def _timed_with_taken(
     processes.begin([more], seconds=seconds, running=3)
     if more in processes.late:
         raise budget.OutOfTime(f"no time was left for {_name(more)}")
-    comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
+    keys = [PLAIN_KEY, CONTROL, taken, more]
+    comparison = _compare(processes, keys, seconds)
     trials = _trials_together(processes, comparison, operators, taken)
     tell(describe_trial(trials[0]))
+    longer = min(_LONGER * seconds, _PART_OF_TIME_LEFT * budget.left() / len(keys))
+    if trials[0].choice == "formula" and _value(trials[0].speedup) >= LEAST_GAIN and longer > _LEAST_LONGER * seconds:
+        tell(f"timing {_name(more)} longer, {longer * len(keys):.0f} s: the noise is as large as the gain")
+        comparison = _compare(processes, keys, longer)
+        trials = _trials_together(processes, comparison, operators, taken)
+        tell(describe_trial(trials[0]))
     return comparison, trials
 
 
