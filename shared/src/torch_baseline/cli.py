@@ -131,13 +131,22 @@ def _launch(processes: int, config: TrainConfig) -> None:
             f"--processes {processes} needs --parallel: ddp, a model in each, or fsdp, a part of it in each"
         )
     require_equal_shares(config, processes)
+    before = _written(config)
     try:
         launch(processes, ["-m", "torch_baseline", *sys.argv[1:]])
     except RankFailed as error:
         kept = "nothing is kept without a checkpoint in --out"
-        if config.out is not None and (config.out / LAST).exists():
+        if (written := _written(config)) is not None:
             kept = f"{config.out} has a checkpoint; continue with --resume, with any number of processes"
+            if written == before:  # the processes may have refused to continue it
+                kept = f"the checkpoint in {config.out} is as it was"
         raise UserError(f"{error}; {kept}") from None
+
+
+def _written(config: TrainConfig) -> int | None:
+    """When the last checkpoint was written, in nanoseconds; None if there is none."""
+    last = None if config.out is None else config.out / LAST
+    return last.stat().st_mtime_ns if last is not None and last.exists() else None
 
 
 @app.command()

@@ -119,6 +119,8 @@ def test_a_process_that_fails_is_one_line_that_says_what_is_kept(tmp_path, monke
 
     def fail(processes, program):
         started.append((processes, program))
+        if len(started) == 2:
+            (tmp_path / "last.pt").touch()
         raise RankFailed("rank 1 of 2 (process 7) was ended by SIGKILL; the others were ended")
 
     monkeypatch.setattr(cli, "launch", fail)
@@ -128,8 +130,8 @@ def test_a_process_that_fails_is_one_line_that_says_what_is_kept(tmp_path, monke
     assert (status, stdout) == (2, "")
     assert stderr.endswith("SIGKILL; the others were ended; nothing is kept without a checkpoint in --out\n")
     assert started == [(2, ["-m", "torch_baseline", *options])]
-    (tmp_path / "last.pt").touch()
     assert "has a checkpoint; continue with --resume, with any number" in command(monkeypatch, capsys, *options)[2]
+    assert command(monkeypatch, capsys, *options)[2].endswith(f"the checkpoint in {tmp_path} is as it was\n")
     status, _, stderr = command(monkeypatch, capsys, "train", "--processes", "2")
-    assert (status, len(started)) == (2, 2)
+    assert (status, len(started)) == (2, 3)
     assert "--processes 2 needs --parallel" in stderr
