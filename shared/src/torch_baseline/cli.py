@@ -46,11 +46,15 @@ def main() -> None:
 
 @contextmanager
 def one_line_ends(command: str) -> Iterator[None]:
-    """Exit with one line and status 1 after a number that is not finite, and 143 after SIGTERM."""
+    """Exit with one line and status 1 after a number that is not finite, and 143 after SIGTERM.
+
+    Of several processes, which all end so, the first prints it.
+    """
     try:
         yield
     except (NonFiniteError, Terminated) as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        if not (started_by_torchrun() and os.environ["RANK"] != "0"):
+            print(f"{command}: {error}", file=sys.stderr)
         raise typer.Exit(1 if isinstance(error, NonFiniteError) else 128 + signal.SIGTERM) from None
 
 

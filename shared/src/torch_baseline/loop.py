@@ -106,7 +106,8 @@ class Place:
         ends_itself: Whether SIGTERM lets the step finish and saves it. Otherwise it ends the process at once.
         about: Further metadata.
         agreed_end: Of several processes, which get SIGTERM at different steps: called after each call of
-            :meth:`Trainer.take_steps`, whether all of them end here. None where a process decides alone.
+            :meth:`Trainer.take_steps` with whether this one got it, whether all of them end here. None where a process
+            decides alone.
     """
 
     device: Device
@@ -117,7 +118,7 @@ class Place:
     steps_per_call: int
     ends_itself: bool
     about: Mapping[str, Any]
-    agreed_end: Callable[[], bool] | None = None
+    agreed_end: Callable[[bool], bool] | None = None
 
 
 def load_text(model: GPTConfig, config: TrainConfig) -> Corpus:
@@ -186,9 +187,11 @@ def _train(
     report(start)
 
     throughput = Throughput(model, config, place.peak)
-    with _terminated(place.ends_itself) as terminated:
-        ends = place.agreed_end or terminated.is_set
-        last = _loop(_Run(trainer, model, config, corpus, files, report), throughput, ends)
+    with _terminated(place.ends_itself, several=place.processes > 1) as terminated:
+        agreed = place.agreed_end or bool
+        last = _loop(
+            _Run(trainer, model, config, corpus, files, report), throughput, lambda: agreed(terminated.is_set())
+        )
     rate = throughput.total_rate()
     summary = Summary(
         steps=last.step,
@@ -337,14 +340,23 @@ def _require_empty(folder: Path) -> None:
 
 
 @contextmanager
-def _terminated(caught: bool) -> Iterator[threading.Event]:
-    """Set the event on SIGTERM, which cluster schedulers send before they end a process."""
+def _terminated(caught: bool, *, several: bool) -> Iterator[threading.Event]:
+    """Set the event on SIGTERM, which cluster schedulers send before they end a process.
+
+    Of several processes, one gets it, too, when another has failed. What fails in it then is the loss of that other.
+    """
     event = threading.Event()
     if not caught or threading.current_thread() is not threading.main_thread():  # only that thread handles signals
         yield event
         return
     before = signal.signal(signal.SIGTERM, lambda number, frame: event.set())
+    lost = False
     try:
         yield event
+    except Exception as error:
+        lost = several and event.is_set() and not isinstance(error, Terminated)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
+        if lost:
+            signal.raise_signal(signal.SIGTERM)

@@ -186,6 +186,12 @@ class World:
         if self.size > 1:
             dist.all_reduce(torch.zeros(()))
 
+    def anywhere(self, value: bool) -> bool:
+        """Return whether the value is true in any process. Their devices are not asked to do anything."""
+        total = torch.tensor(float(value))
+        dist.all_reduce(total)
+        return bool(total)
+
     def shard(self, x_BT: Tensor) -> Tensor:
         """Return this process's rows of a batch."""
         return x_BT.chunk(self.size)[self.rank]

@@ -229,7 +229,8 @@ def train(
     Raises:
         UserError: If the data cannot be used, the output folder contains another run, or the checkpoint does not fit.
         NonFiniteError: If a loss or gradient is not finite; the message names the step and the parameter or gradient.
-        Terminated: After a SIGTERM to a single process, when the step is finished and its checkpoint written.
+        Terminated: After a SIGTERM to this process or another of the run, when the step is finished and its checkpoint
+            written.
         ValueError: If the vocabulary is smaller than 256.
     """
     corpus = loop.load_text(model_config, config)
@@ -361,8 +362,9 @@ class TorchTrainer(Learner):
             is_main=world.is_main,
             peak=peak_flops(world.device, self.config.dtype, world.size),
             steps_per_call=1,
-            ends_itself=world.size == 1,  # several would not agree on the step to end at
+            ends_itself=True,
             about={},
+            agreed_end=world.anywhere if world.size > 1 else None,
         )
 
     @property

@@ -28,6 +28,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.loop import Terminated
 from torch_baseline.train import train
 
 def die(event):
@@ -35,15 +36,22 @@ def die(event):
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[4] == "hangs" and getattr(event, "step", 0) == 4:
         time.sleep(600)
+    if sys.argv[4] == "waits" and getattr(event, "step", 0) == 2 and not os.path.exists(sys.argv[2] + "/asked"):
+        time.sleep(0.1)
+        die(event)
 
-train(
-    GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32),
-    TrainConfig(steps=5, batch_size=8, accumulation=2, warmup=2, eval_batches=2, ema_decay=0.9, dtype="float64",
-                checkpoint_interval=3, parallel=sys.argv[1], out=Path(sys.argv[2]), compile="compile" in sys.argv),
-    device=sys.argv[3],
-    resume="resume" in sys.argv,
-    report=die,
-)
+try:
+    train(
+        GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32),
+        TrainConfig(steps=5, batch_size=8, accumulation=2, warmup=2, eval_batches=2, ema_decay=0.9, dtype="float64",
+                    checkpoint_interval=3, parallel=sys.argv[1], out=Path(sys.argv[2]), compile="compile" in sys.argv),
+        device=sys.argv[3],
+        resume="resume" in sys.argv,
+        report=die,
+    )
+except Terminated as ended:
+    Path(sys.argv[2], "ended by " + os.environ["RANK"]).write_text(str(ended))
+    sys.exit(128 + signal.SIGTERM)
 """
 
 LAUNCH = """
@@ -148,6 +156,25 @@ def test_ranks_that_wait_end_with_what_started_them(tmp_path, number, status):
         processes.send_signal(number)
         _, told = processes.communicate()  # which returns when the ranks have closed their outputs, too
     assert (processes.returncode, told) == (status, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_processes_that_are_asked_to_end_save_the_same_step(kind, alone, tmp_path):
+    out = tmp_path / "run"
+    with start_two(tmp_path, kind, out, "cpu", "waits") as processes:
+        while not (out / "metrics.jsonl").exists() or len(losses(out)) < 2:
+            time.sleep(0.1)
+        processes.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # until torchrun has handed it on
+        (out / "asked").touch()
+        _, told = processes.communicate()
+    assert (processes.returncode, told) == (143, "")
+    for rank in "01":
+        assert (out / f"ended by {rank}").read_text().startswith("ended by SIGTERM after step 2; ")
+    assert checkpoints.load(out / "last.pt").step == 2
+    resume_alone(alone, out)
+    assert_same_run(out, alone)
 
 
 @pytest.mark.slow

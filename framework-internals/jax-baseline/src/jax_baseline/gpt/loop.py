@@ -170,7 +170,7 @@ class JaxTrainer(Trainer):
             agreed_end=self._agreed_end if several and jax.config.jax_enable_preemption_service else None,
         )
 
-    def _agreed_end(self) -> bool:
+    def _agreed_end(self, _: bool) -> bool:
         """Whether one process got SIGTERM, so that all end here: the others would wait for its part of a step."""
         self._calls += 1
         return bool(multihost_utils.reached_preemption_sync_point(self._calls))
