@@ -265,7 +265,7 @@ def test_each_output_is_compared(changed, name):
     torch.manual_seed(0)
     made = Target(Several(8, 8), (torch.randn(4, 8),))
     model = made.copied()
-    assert compare_with_eager(made, model, model, train=False).tensors == 3
+    assert compare_with_eager(made, model, model, train=False).tensors == 4  # three outputs and the argument
     accuracy = compare_with_eager(made, lambda x: changed(*model(x)), model, train=False)
     assert (accuracy.output.holds, accuracy.gradient.holds, accuracy.gradient.name) == (True, False, name)
     assert accuracy.attempts == ATTEMPTS
@@ -344,6 +344,22 @@ def test_a_gradient_that_jumps_is_looked_at_with_other_weights():
     assert accuracy.holds
     assert accuracy.attempts == 2
     assert torch.equal(model[0].weight, original)  # set back
+
+
+def test_a_gradient_that_cancels_may_be_summed_in_another_order_and_not_be_wrong():
+    """That of a bias before a batch norm is zero but for rounding errors."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
+    made = Target(layers, (torch.randn(4, 3, 16, 16),))
+    model = made.copied()
+    of_sums = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    hook = model[0].bias.register_hook(lambda gradient: gradient + 1e-6 * of_sums)
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert accuracy.holds
+    hook.remove()
+    model[0].bias.register_hook(lambda gradient: gradient + 1e-4 * of_sums)
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert (accuracy.gradient.name, accuracy.gradient.holds) == ("0.bias", False)
 
 
 def test_a_wrong_output_is_not_looked_at_again():
@@ -449,3 +465,97 @@ def test_a_sum_in_order_is_within_the_bound_and_a_dropped_term_is_not():
 
     assert check(4096).holds
     assert not check(4095).holds
+
+
+class Attending(nn.Module):
+    """It keeps statistics in buffers, keys in a cache that is an argument, and what it saw last in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.seen = nn.BatchNorm1d(8), nn.Linear(8, 8), []
+
+    def forward(self, x, cache, position):
+        h = self.linear(self.norm(x.mul_(0.5)))
+        cache.keys[position].copy_(h[0].detach())
+        self.seen.append(h.detach().clone())
+        return h
+
+
+class Cache:
+    def __init__(self):
+        self.keys = torch.full((4096, 8), -1e9)
+
+
+def written(model, cache):
+    return {
+        "norm.running_mean": lambda: model.norm.running_mean.data.mul_(1.1),
+        "norm.num_batches_tracked": lambda: model.norm.num_batches_tracked.add_(1),
+        "argument 1": lambda: None,
+        "argument 2.keys": lambda: cache.keys[5].add_(0.01),
+        "seen[0]": lambda: model.seen[0].mul_(1.01),
+    }
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", ["", *written(None, None)])
+def test_what_a_call_writes_is_compared(name, train):
+    torch.manual_seed(0)
+    made = Target(Attending(), (torch.randn(16, 8), Cache(), 5))
+    model = made.copied()
+
+    def call(x, cache, position):
+        output = model(x, cache, position)
+        if name == "argument 1":
+            x.data.mul_(1.01)
+        elif name:
+            with torch.no_grad():
+                written(model, cache)[name]()
+        return output
+
+    accuracy = compare_with_eager(made, call, model, train=train)
+    assert (accuracy.skipped, accuracy.wrong) == ("", "")
+    assert accuracy.output.holds
+    assert accuracy.holds is not bool(name)
+    if name:
+        assert accuracy.gradient.name == f"written {name}"
+
+
+def test_what_only_the_compiled_call_keeps_or_drops_is_wrong():
+    torch.manual_seed(0)
+    made = Target(Attending(), (torch.randn(16, 8), Cache(), 5))
+    model = made.copied()
+
+    def call(*given):
+        output = model(*given)
+        model.seen.clear()
+        return output
+
+    wrong = compare_with_eager(made, call, model, train=False).wrong
+    assert wrong == "the compiled step leaves no tensor in seen[0] instead of float32[16, 8]"
+
+
+class Noisy(nn.Linear):
+    """Its next call would use what this one has drawn."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("noise", torch.zeros(4))
+        self.register_buffer("scratch", torch.full((4,), float("nan")))
+
+    def forward(self, x):
+        self.noise.copy_(torch.randn(4))
+        self.scratch[0] = x[0, 0]
+        return super().forward(x)
+
+
+def test_random_numbers_for_a_later_call_are_not_compared_and_nan_that_stays_hides_nothing():
+    torch.manual_seed(0)
+    made = Target(Noisy(), (torch.randn(8, 4),))
+    model = made.copied()
+
+    def drawing(x):
+        torch.manual_seed(3)
+        return model(x)
+
+    accuracy = compare_with_eager(made, drawing, model, train=False)
+    assert (accuracy.holds, accuracy.tensors) == (True, 2)  # the output and the scratch

@@ -9,7 +9,8 @@ rounding in the dtype of the computation: eager may be exact by chance. The thir
 terms of random sign that is added in order has a relative error of about √(n / 2) · u (the probabilistic analysis of
 Higham and Mary, 2019). Eager adds pairwise and Inductor's C++ loops add in order, so the gradients of biases and norm
 weights are several times less accurate although nothing is wrong. n is at most the number of elements of the largest
-argument.
+argument. Where terms cancel altogether, as in the gradient of a bias before a batch norm, eager's error is larger than
+the value, and the order of the sum multiplies it: the first term is then √(n / 2) times as large.
 
 The gradient of ReLU, max pooling or a top-k choice jumps where its input changes sign or order. One of a million inputs
 may lie so close to the jump that two correct computations are on different sides of it. Its term is then in one
@@ -23,6 +24,10 @@ output beside the loss. So would what fills masked places: infinities are compar
 that of argmax, the share of elements that are not as in float64 may be 3 times eager's and one percent. A single number
 may be off by chance, so these are compared with other weights, too. Every computation begins with the state of the
 target's model and with arguments of its own.
+
+What the call writes is compared like an output: parameters, buffers, tensors that modules keep as attributes, and
+arguments, those inside objects such as a cache too. Only elements count that any of the computations changed, since
+the others would hide one position of a long cache. What another seed changes is left out.
 """
 
 from __future__ import annotations
@@ -30,20 +35,22 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.errors import first_line
-from compile_bench.measure.records import Accuracy, ErrorPair
-from compile_bench.targets.randomness import changes_with_the_seed
+from compile_bench.measure.records import WRITTEN, Accuracy, ErrorPair
+from compile_bench.targets.randomness import changes_with_the_seed, seed_everything
 from compile_bench.targets.regional import OwnRegions
 from compile_bench.targets.target import Target, in_mode, tensors_in
 
@@ -55,6 +62,9 @@ ATTEMPTS = 7
 MOVED = 0.01
 
 Values = dict[str, Tensor]
+
+# What torch itself keeps in every module.
+_OF_TORCH = vars(nn.Module()).keys()
 
 
 def compare_with_eager(
@@ -120,7 +130,7 @@ def _set_back(model: nn.Module, to: nn.Module) -> None:
 
     A state dict may lack some of them: buffers that are not persistent, caches, counts.
     """
-    modules, own = dict(model.named_modules()), vars(nn.Module()).keys()
+    modules = dict(model.named_modules())
     pairs = [(modules[path], other) for path, other in to.named_modules() if path in modules]
     counterparts: dict[int, Any] = {id(other): module for module, other in pairs}
     for module, other in pairs:
@@ -128,9 +138,9 @@ def _set_back(model: nn.Module, to: nn.Module) -> None:
     for module, other in pairs:
         if isinstance(other, OwnRegions):  # its attributes say that its regions are compiled
             continue
-        before = {name: value for name, value in vars(other).items() if name not in own}
+        before = {name: value for name, value in vars(other).items() if name not in _OF_TORCH}
         for name, value in [*vars(module).items()]:
-            if name not in own and name not in before and isinstance(value, _PLAIN):
+            if name not in _OF_TORCH and name not in before and isinstance(value, _PLAIN):
                 delattr(module, name)
         for name, value in before.items():
             if isinstance(value, _PLAIN) and not _same(vars(module).get(name), value):
@@ -170,6 +180,7 @@ class _Results:
     values: Values
     chosen: Values  # outputs without floating-point numbers
     signature: tuple[str, ...]  # dtype and shape of each output
+    written: Values  # what the model and its arguments hold after the call and did not hold before, as copies
 
 
 def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool) -> Accuracy:
@@ -180,17 +191,18 @@ def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Mo
         raise
     except Exception as error:  # whatever the compiler or its code raises, eager does not
         return Accuracy(wrong=f"the compiled call raised {first_line(error)}")
-    eager_model = target.copied()
-    eager = _results(target, eager_model, eager_model, train=train)
-    del eager_model
+    eager = _eager(target, train=train)
     exact = _exact(target, train=train)
+    if wrong := _add_written(target, ours, eager, exact, train=train):
+        return Accuracy(wrong=wrong, tensors=len(exact.values))
     if unfinished := [name for name, value in exact.values.items() if not comparable(name, eager.values[name], value)]:
         raise _Incomparable(f"eager's own results are not finite: {_named(unfinished)}")
     if wrong := _wrong(ours, eager, exact.values):
         return Accuracy(wrong=wrong, tensors=len(exact.values))
     allowance = rounding_allowance(target)
+    in_order = max(sums_in_order(target), 1.0)
     pairs = [
-        error_pair(name, eager.values[name], ours.values[name], value, allowance)
+        error_pair(name, eager.values[name], ours.values[name], value, allowance, in_order)
         for name, value in exact.values.items()
     ]
     others = pairs[1:] + [
@@ -221,11 +233,16 @@ class _Incomparable(Exception):
     """The results cannot be compared; the message says why."""
 
 
+def _eager(target: Target, *, train: bool, seed: int = 0) -> _Results:
+    model = target.copied()
+    return _results(target, model, model, train=train, seed=seed)
+
+
 def _exact(target: Target, *, train: bool) -> _Results:
     """The results in float64."""
     try:
         wide = widened(target)
-        return _results(wide, wide.model, wide.model, train=train)
+        return _results(wide, wide.model, wide.model, train=train, before=_held(target.model, target))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # the model sets a dtype, or an operator has no float64 kernel
@@ -252,9 +269,90 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, train: bool) -> _Results:
-    """The results of a call with copies of the arguments, since it may write into them."""
-    torch.manual_seed(0)
+def _held(model: nn.Module, target: Target) -> Values:
+    """The tensors that a call may write, by name: those of a model and of a target's arguments."""
+    held: Values = {}
+    seen: dict[int, Any] = {}
+
+    def visit(value: Any, name: str) -> None:
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if id(leaf) in seen:
+                continue
+            seen[id(leaf)] = leaf
+            place = name + pytree.keystr(path)
+            if isinstance(leaf, Tensor):
+                if type(leaf) in (Tensor, nn.Parameter, nn.Buffer) and not (leaf.is_nested or leaf.is_quantized):
+                    held[place] = leaf
+            elif not isinstance(leaf, (type, nn.Module, FunctionType, ModuleType)):
+                for attribute, inner in getattr(leaf, "__dict__", {}).items():
+                    visit(inner, f"{place}.{attribute}")
+
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        visit(tensor, name)
+    for number, leaf in enumerate(pytree.tree_leaves((target.args, dict(target.kwargs))), 1):
+        visit(leaf, f"argument {number}")
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH:
+                visit(value, f"{path}.{name}".lstrip("."))
+    return held
+
+
+def _changed(tensor: Tensor, before: Tensor | None) -> Tensor:
+    """Which elements of a tensor are not those of another, as a vector; NaN is equal to NaN."""
+    if before is None or tensor.shape != before.shape:
+        return torch.ones_like(vector(tensor), dtype=torch.bool)
+    now, then = vector(tensor), vector(before)
+    return (now != then) & ~(now.isnan() & then.isnan())
+
+
+def _add_written(target: Target, ours: _Results, eager: _Results, exact: _Results, *, train: bool) -> str:
+    """Add what the three computations wrote to their values, as vectors; returns what is wrong apart from rounding."""
+    names = {name: None for results in (eager, ours, exact) for name in results.written}
+    if not names:
+        return ""
+    before, allowance = _held(target.model, target), rounding_allowance(target)
+    other_seed = _eager(target, train=train, seed=1)
+    for name in names:
+        tensors = [results.written.get(name, before.get(name)) for results in (ours, eager, exact, other_seed)]
+        own, plain, wide, again = tensors
+        if (described := _described(own)) != _described(plain):
+            return f"the compiled step leaves {described} in {name} instead of {_described(plain)}"
+        if own is None or plain is None or wide is None or again is None or plain.shape != wide.shape != again.shape:
+            continue
+        old = before.get(name)
+        changed = _changed(own, old) | _changed(plain, old) | _changed(wide, old)
+        vectors = [vector(tensor)[changed] for tensor in (plain, own, wide)]
+        label = f"{WRITTEN} {name}"
+        if not comparable(label, vectors[0], vectors[2]):
+            continue
+        seeded = (label, vectors[0], vector(again)[changed], vectors[2])
+        if not (error_pair(*seeded, allowance) if has_rounding(plain) else _unlike(*seeded)).holds:
+            continue
+        for results, values in zip((eager, ours, exact), vectors, strict=True):
+            (results.values if has_rounding(plain) else results.chosen)[label] = values
+    return ""
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "no tensor" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _results(
+    target: Target,
+    call: Callable[..., Any],
+    model: nn.Module,
+    *,
+    train: bool,
+    seed: int = 0,
+    before: Mapping[str, Tensor] | None = None,
+) -> _Results:
+    """The results of a call with copies of the arguments, since it may write into them.
+
+    ``before`` is what model and arguments hold, where the call changes the target's own.
+    """
+    seed_everything(seed)
+    before = _held(target.model, target) if before is None else before
     asked = target.with_own_arguments()
     learned: Values = dict(model.named_parameters())
     learned |= {f"argument {number}": tensor for number, tensor in enumerate(asked.tensors, 1) if tensor.is_leaf}
@@ -262,19 +360,21 @@ def _results(target: Target, call: Callable[..., Any], model: nn.Module, *, trai
         tensor.grad = None
     with torch.set_grad_enabled(train):
         output = asked.forward(call)
+    held = _held(model, asked).items()
+    written = {name: tensor.detach().clone() for name, tensor in held if _changed(tensor, before.get(name)).any()}
     tensors = dict(zip(output_names(output), tensors_in(output), strict=True))
     signature = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors.values())
     chosen = {name: tensor for name, tensor in tensors.items() if not has_rounding(tensor)}
     single = {name: vector(tensor) for name, tensor in tensors.items() if has_rounding(tensor)}
     if not train:
-        return _Results({"output": flat(output), **single}, chosen, signature)
+        return _Results({"output": flat(output), **single}, chosen, signature, written)
     # A loss may hide what is wrong with an output: a mean square its sign. What is detached has no part in it.
     loss = asked.backward(output)
     is_loss = target.loss is None and [tensors[name].ndim for name in single] == [0]
     beside = {} if is_loss else {f"{name} of the model": values for name, values in single.items()}
     gradients = {name: vector(tensor.grad).clone() for name, tensor in learned.items() if tensor.grad is not None}
     model.zero_grad(set_to_none=True)
-    return _Results({"output": flat(loss), **beside, **gradients}, chosen, signature)
+    return _Results({"output": flat(loss), **beside, **gradients}, chosen, signature, written)
 
 
 def has_rounding(tensor: Tensor) -> bool:
@@ -315,30 +415,33 @@ _FILLING = 1e3
 
 
 def comparable(name: str, eager: Tensor, exact: Tensor) -> bool:
-    """Whether a tensor is finite; of an output, whether its infinities are those of float64 and nothing is NaN."""
+    """Whether a tensor is finite; of an output or what is written, whether infinities are float64's and none is NaN."""
     if eager.shape != exact.shape:
         return False
-    if not name.startswith("output"):
+    if not name.startswith(("output", WRITTEN)):
         return bool((eager.isfinite() & exact.isfinite()).all())
     ends = [torch.where(values.abs() > _ENDLESS, values.sign(), 0.0) for values in (eager, exact)]
     return torch.equal(*ends) and not (eager.isnan() | exact.isnan()).any()
 
 
-def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
+def error_pair(
+    name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float, in_order: float = 1.0
+) -> ErrorPair:
     """The eager and the compiled error of a tensor against float64, and the bound of the compiled one.
 
+    ``in_order`` is the growth of the error of a sum that is added in order; it counts where no digit of eager's is right.
     For an output with masked places these are the errors of the part that is closest to its bound, or furthest over it.
     """
     vectors = [eager, compiled, exact]
-    if not name.startswith("output"):
-        return _errors(name, vectors, allowance)
+    if not name.startswith(("output", WRITTEN)):
+        return _errors(name, vectors, allowance, in_order)
     vectors = [torch.where(values.abs() > _ENDLESS, values.sign() * math.inf, values) for values in vectors]
     pairs = (_errors(name, [values[part] for values in vectors], allowance) for part in _parts(vectors[2]))
     none = ErrorPair(name, 0.0, 0.0, allowance)
     return max(pairs, key=lambda pair: (not pair.holds, pair.compiled - pair.bound), default=none)
 
 
-def _errors(name: str, vectors: Sequence[Tensor], allowance: float) -> ErrorPair:
+def _errors(name: str, vectors: Sequence[Tensor], allowance: float, in_order: float = 1.0) -> ErrorPair:
     eager, compiled, exact = vectors
     size = torch.linalg.vector_norm(exact).item() or 1.0
 
@@ -347,7 +450,9 @@ def _errors(name: str, vectors: Sequence[Tensor], allowance: float) -> ErrorPair
             return 0.0 if torch.equal(values, exact) else math.inf
         return torch.linalg.vector_norm(values - exact).item() / size
 
-    return ErrorPair(name, error(eager), error(compiled), FACTOR * error(eager) + allowance)
+    of_eager = error(eager)
+    factor = FACTOR * (in_order if of_eager > 1.0 else 1.0)
+    return ErrorPair(name, of_eager, error(compiled), factor * of_eager + allowance)
 
 
 def _parts(exact: Tensor) -> Iterator[Tensor]:
@@ -374,10 +479,14 @@ def rounding_allowance(target: Target) -> float:
     dtype = target.autocast or next(
         (p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32
     )
-    terms = max((tensor.numel() for tensor in target.tensors), default=1)
     # Sums are accumulated in float32, or in the dtype if that is wider.
     accumulator = torch.promote_types(dtype, torch.float32)
-    return torch.finfo(dtype).eps / 2 + math.sqrt(terms / 2) * torch.finfo(accumulator).eps / 2
+    return torch.finfo(dtype).eps / 2 + sums_in_order(target) * torch.finfo(accumulator).eps / 2
+
+
+def sums_in_order(target: Target) -> float:
+    """How many roundings the error of a sum over the batch has, if its terms are added in order."""
+    return math.sqrt(max((tensor.numel() for tensor in target.tensors), default=1) / 2)
 
 
 def draws_random_numbers(target: Target, *, train: bool, fresh: bool = False) -> bool:

@@ -89,12 +89,16 @@ class ErrorPair:
         return self.compiled <= self.bound
 
 
+# Begins the name of what a step writes: a buffer, an attribute of a module, an argument.
+WRITTEN = "written"
+
+
 @dataclass(frozen=True)
 class Accuracy:
-    """Outputs and gradients of eager and compiled, both against float64."""
+    """Outputs, gradients and what the step writes, of eager and compiled, both against float64."""
 
     output: ErrorPair | None = None  # all outputs as one tensor; for training, the loss
-    # The gradient, in inference the single output of several, closest to its bound or furthest over it; None without.
+    # The gradient, single output of several, or written tensor, closest to its bound or furthest over it; None without.
     gradient: ErrorPair | None = None
     tensors: int = 0  # how many tensors were compared
     skipped: str = ""  # why nothing was compared; empty if something was

@@ -8,7 +8,7 @@ from benchkit import numbers
 from benchkit.report import Column, Section, Share, Table, bullets
 from benchkit.results import Results
 from compile_bench.capture.text import plural
-from compile_bench.measure.records import Bench, ErrorPair
+from compile_bench.measure.records import WRITTEN, Bench, ErrorPair
 from compile_bench.report.charts import first_steps_chart, models_chart
 from compile_bench.report.queries import NamedStart, compiled_alone, named_starts, start_parts, title
 
@@ -213,7 +213,10 @@ def _tensor(row: tuple[Bench, ErrorPair | None]) -> str:
     case, pair = row
     if pair is None:
         return case.accuracy.skipped or case.accuracy.wrong
-    return pair.name if pair.name.partition(" ")[0] == "output" else f"gradient of `{pair.name}`"
+    kind, _, name = pair.name.partition(" ")
+    if kind == WRITTEN:
+        return f"`{name}` as the step leaves it"
+    return pair.name if kind == "output" else f"gradient of `{pair.name}`"
 
 
 def _within(row: tuple[Bench, ErrorPair | None]) -> str:
