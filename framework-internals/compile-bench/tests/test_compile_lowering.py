@@ -285,6 +285,17 @@ def test_an_interrupt_keeps_the_trials_that_ended(exact_times, monkeypatch, tmp_
     assert "3 operators with two lowerings; kernel: a; undecided, no row: b; formula: the rest" in describe_study(study)
 
 
+def test_an_interrupt_before_the_first_comparison_says_what_is_kept_and_how_to_go_on(monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(greedy, "measure_lowerings", interrupted)
+    answer = CliRunner().invoke(app, ["tune", "gpt", "--device", "cpu"])
+    assert answer.exit_code == 130
+    (line,) = answer.output.splitlines()
+    assert line.startswith("interrupted before the first comparison: no row of this run is kept, those of earlier runs")
+
+
 @pytest.mark.parametrize(("gain", "taken"), [(1.015, "formula"), (1.03, "kernel")])
 def test_a_kernel_that_gains_less_than_two_percent_stays_out(gain, taken):
     def timed(name: str, seconds: float) -> tuple[str, Timing]:

@@ -188,6 +188,14 @@ def test_without_a_recompilation_there_is_none_to_tell():
     assert "recompiled, since" not in printed_text(describe_shapes, study, 5)
 
 
+def test_a_tensor_that_occurs_twice_is_padded_once():
+    x, y = torch.ones(3, 2), torch.ones(5, 2)
+    calls = [Target(torch.nn.Identity(), (x, x, y[:2])), Target(torch.nn.Identity(), (y, y, y[:4]))]
+    short, long = _prepare(calls, "padding", varying_sizes(calls))
+    assert short.args[0] is short.args[1]
+    assert [[*map(len, call.args)] for call in (short, long)] == [[5, 5, 4], [5, 5, 4]]
+
+
 def test_recompilations_are_told_with_what_changed():
     again = Recompile(
         "m.py", 3, "tensor 'x' size mismatch at index 0. expected 8, actual 5", compile_id="0/1", function="forward"

@@ -1,6 +1,7 @@
 """Targets: names that load, and a one-line error for each name that does not."""
 
 import re
+import sys
 import threading
 
 import pytest
@@ -242,6 +243,25 @@ def test_an_entry_of_the_schedule_is_a_tuple_a_mapping_or_a_tensor():
     assert [len(call.args) for call in calls] == [1, 1, 0, 1, 1]
     shapes = [call.step(call.copied(), train=False)().shape for call in calls]
     assert shapes == [(2, 1), (1, 1), (2, 1), (2, 1), (2, 1)]
+
+
+def test_a_tensor_that_occurs_twice_stays_one_on_another_device_and_a_leaf_stays_a_leaf():
+    x = torch.ones(2, 1, requires_grad=True)
+    moved = Target(torch.nn.Linear(1, 1), (x, x), schedule=[(x, x)]).moved("meta")
+    for one, other in (moved.args, moved.schedule[0]):
+        assert one is other
+        assert (one.device.type, one.is_leaf, one.requires_grad) == ("meta", True, True)
+
+
+def test_a_schedule_that_raises_is_told_as_such(file):
+    def batches():
+        yield (torch.ones(3, 4),)
+        raise OSError("shard 7 is truncated")
+
+    load_target(f"{file}:good", "cpu")
+    sys.modules["my_targets"].iterated = lambda: Target(torch.nn.Linear(4, 2), (torch.ones(3, 4),), schedule=batches())
+    with pytest.raises(UserError, match=r"my_targets:iterated: its schedule raised OSError: shard 7 is truncated$"):
+        load_target("my_targets:iterated", "cpu")
 
 
 def test_output_without_floats_needs_a_loss():

@@ -8,9 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchkit import UserError
+from benchkit.processes import ChildFailure
+from compile_bench.cli import app
 from compile_bench.lens import SWEEP_GROUPS
+from compile_bench.measure.harness import Harness
 from compile_bench.targets import hugging_face as zoo_transformers
 from compile_bench.targets.hugging_face import ARCHITECTURES
 from compile_bench.targets.loading import load_target
@@ -55,6 +59,26 @@ def test_our_targets_train_and_infer(name):
 def test_the_librarys_architectures_train_and_infer(name):
     pytest.importorskip("transformers")
     _check(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nosuch", "or one of bert, "), ("nosuch.py:make", "there is no file nosuch.py")]
+)
+def test_a_wrong_name_ends_the_command_before_anything_is_measured(name, reason):
+    answer = CliRunner().invoke(app, ["zoo", "mlp", name, "--device", "cpu"])
+    assert answer.exit_code == 2
+    assert reason in answer.output
+
+
+def test_an_interrupt_keeps_the_lines_of_the_targets_before_it(monkeypatch):
+    def bench(harness, case, **options):
+        raise ChildFailure("crashed") if case.target == "mlp" else KeyboardInterrupt
+
+    monkeypatch.setattr(Harness, "bench", bench)
+    answer = CliRunner().invoke(app, ["zoo", "mlp", "resnet", "gpt", "--device", "cpu"])
+    assert answer.exit_code == 130
+    assert "crashed" in answer.output
+    assert "interrupted: resnet and the targets after it are not measured" in answer.output
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -74,9 +74,13 @@ def zoo(
     if not names:
         print_blocks([zoo_targets()])
         return 0
+    from compile_bench.targets.loading import require_known
+
+    for name in names:
+        require_known(name)
     benches, status = [], 0
     cases = [case_of(name, train, mode, dynamic, device) for name in names]
-    with Harness.open(cases[0].device, limit=limit) as harness:
+    with Harness.open(cases[0].device, limit=limit) as harness, ended_as_by_ctrl_c():
         for case in cases:
             try:
                 with working(f"measuring {case.target}"):
@@ -84,6 +88,10 @@ def zoo(
             except (ChildFailure, UserError) as error:
                 print(f"compile-bench: {error}", file=sys.stderr)
                 status = NOT_MEASURED
+            except KeyboardInterrupt:
+                tell(f"interrupted: {case.target} and the targets after it are not measured")
+                status = INTERRUPTED
+                break
     if benches:
         print_blocks([zoo_table(benches)])
     return status

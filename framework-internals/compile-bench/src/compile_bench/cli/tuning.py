@@ -56,8 +56,15 @@ def tune(
     require_writable(table or tuned.rows_folder() / "rows")  # before a measurement that would be lost
     if table is not None and table.exists():
         read_table(table)
-    with within(allowed), Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
-        study = measure_lowerings(harness, case, seconds=seconds, tell=tell)
+    try:
+        with within(allowed), Harness.open(case.device, limit=limit) as harness, ended_as_by_ctrl_c():
+            study = measure_lowerings(harness, case, seconds=seconds, tell=tell)
+    except KeyboardInterrupt:  # before the first comparison; a later one ends the study
+        tell(
+            "interrupted before the first comparison: no row of this run is kept, those of earlier runs stay; the same "
+            "command starts anew, and with --budget 5m it ends by itself and keeps what it timed"
+        )
+        return INTERRUPTED
     print("\n" + describe_study(study))
     print(_keep(study, table))
     return INTERRUPTED if study.interrupted else 0

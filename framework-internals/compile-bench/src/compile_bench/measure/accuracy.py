@@ -38,7 +38,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -117,7 +116,7 @@ def _moved(target: Target, attempt: int) -> Target:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(moved(parameter))
-        arguments = target.mapped(cache(lambda leaf: moved(leaf).requires_grad_() if leaf.requires_grad else leaf))
+        arguments = target.mapped(lambda leaf: moved(leaf).requires_grad_() if leaf.requires_grad else leaf)
     return replace(arguments, model=model)
 
 
@@ -429,7 +428,7 @@ def error_pair(
 ) -> ErrorPair:
     """The eager and the compiled error of a tensor against float64, and the bound of the compiled one.
 
-    ``in_order`` is the growth of the error of a sum that is added in order; it counts where no digit of eager's is right.
+    ``in_order`` is how the error of a sum grows that is added in order; it counts where no digit of eager's is right.
     For an output with masked places these are the errors of the part that is closest to its bound, or furthest over it.
     """
     vectors = [eager, compiled, exact]
@@ -470,7 +469,7 @@ def _parts(exact: Tensor) -> Iterator[Tensor]:
 
 def widened(target: Target) -> Target:
     """The target in float64, without autocast."""
-    wide = target.mapped(cache(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor))
+    wide = target.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     return replace(wide, model=target.copied().double(), autocast=None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -156,10 +155,11 @@ def _prepare(calls: Sequence[Target], strategy: Strategy, sizes: Sizes) -> list[
 
 def _padded(call: Target, strategy: Strategy, sizes: Sizes) -> Target:
     """The call with its tensors padded as the strategy says: to the next power of two, or to the largest shape."""
-    indices = itertools.count()
+    tensors = call.tensors
+    first = {id(leaf): index for index, leaf in reversed([*enumerate(tensors)])}  # a leaf may occur twice
 
     def pad(leaf: Tensor) -> Tensor:
-        index = next(indices)
+        index = first[id(leaf)]
         widths: list[int] = []
         for dimension in reversed(range(leaf.ndim)):  # F.pad starts with the last dimension
             size = leaf.shape[dimension]

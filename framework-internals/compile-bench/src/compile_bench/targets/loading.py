@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -28,6 +29,9 @@ from compile_bench.targets.overlay import forget_user_modules
 from compile_bench.targets.regional import OwnRegions, noting_regions, own_regions
 from compile_bench.targets.target import FunctionModel, Target, describe_error
 
+# Limit for a data loader. The shapes of an epoch repeat, and a loader may never end.
+_MOST_CALLS = 1_000
+
 
 def load_target(name: str, device: Device) -> Target:
     """Load a target and move it to a device.
@@ -45,20 +49,32 @@ def load_target(name: str, device: Device) -> Target:
     target = _as_target(name, function, made)
     if regions := own_regions(target.model, is_step=target.is_step):
         target = replace(target, model=OwnRegions(target.model, regions, partial(_loaded_again, name, device)))
+    with _user_errors(f"{name}: its schedule raised", Path()):
+        target = replace(target, schedule=tuple(itertools.islice(target.schedule, _MOST_CALLS)))
     try:
         return target.moved(device)
-    except Exception as error:  # no memory on the device, or whatever the user's data loader raises
+    except Exception as error:  # such as no memory on the device
         raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
+
+
+def require_known(name: str) -> None:
+    """Raise a UserError if a target's name is none of the zoo, or names a file that does not exist."""
+    from compile_bench.targets.zoo import ZOO
+
+    if reason := missing_file(name):
+        raise UserError(reason)
+    place, _, attribute = name.rpartition(":")
+    if not (place and attribute) and name not in ZOO:
+        raise UserError(
+            f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(ZOO))}"
+        )
 
 
 def _of_zoo(name: str, device: Device) -> Target:
     # Imported here: triage reloads the sources of targets with changes, and the zoo is such a source.
     from compile_bench.targets.zoo import ZOO
 
-    if name not in ZOO:
-        raise UserError(
-            f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(ZOO))}"
-        )
+    require_known(name)
     try:
         return ZOO[name].make(device).moved(device)
     except ImportError as error:  # transformers without one of its own requirements

@@ -24,11 +24,10 @@ an example, or a function that runs its backward pass itself and returns the det
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -41,9 +40,6 @@ from benchkit.errors import first_line
 from lowering import Choice
 
 Step = Callable[[], Any]
-
-# Limit for a data loader. The shapes of an epoch repeat, and a loader may never end.
-MOST_CALLS = 1_000
 
 
 class FunctionModel(nn.Module):
@@ -113,8 +109,8 @@ class Target:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Target:
-        """The same target with every tensor among its arguments changed."""
-        args, kwargs = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
+        """The same target with every tensor among its arguments changed, once where it occurs several times."""
+        args, kwargs = pytree.tree_map_only(Tensor, cache(change), (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def with_own_arguments(self) -> Target:
@@ -122,15 +118,15 @@ class Target:
         try:
             args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
         except Exception:  # whatever deepcopy raises, such as for a tensor that was computed with a gradient
-            return self.mapped(cache(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)))
+            return self.mapped(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
         return replace(self, args=args, kwargs=kwargs)
 
     def moved(self, device: Device) -> Target:
         """The same target with model, arguments and schedule on a device. The schedule becomes a tuple."""
         return replace(
-            self.mapped(lambda tensor: tensor.to(device)),
+            self.mapped(partial(_moved, device=device)),
             model=self.model.to(device),
-            schedule=tuple(_move(entry, device) for entry in itertools.islice(self.schedule, MOST_CALLS)),
+            schedule=tuple(_move(entry, device) for entry in self.schedule),
         )
 
     def copied(self) -> nn.Module:
@@ -262,4 +258,11 @@ def describe_error(error: BaseException) -> str:
 
 
 def _move(value: Any, device: Device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+    return pytree.tree_map_only(Tensor, cache(partial(_moved, device=device)), value)
+
+
+def _moved(tensor: Tensor, device: Device) -> Tensor:
+    """A tensor on a device; a leaf stays one, so that its gradient stays on the device too."""
+    if tensor.device.type == device or not (tensor.requires_grad and tensor.is_leaf):
+        return tensor.to(device)
+    return tensor.detach().to(device).requires_grad_()
