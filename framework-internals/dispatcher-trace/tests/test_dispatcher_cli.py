@@ -478,6 +478,7 @@ def test_findings_that_repeat_are_printed_once_and_limited_with_the_rest() -> No
         ("def step():\n    yield 1\n", "the traced code returned a generator, which has not run; trace a function"),
         ("async def step():\n    return 1\n", "the traced code returned a coroutine, which has not run"),
         ("async def step():\n    yield 1\n", "the traced code returned an asynchronous generator"),
+        ("def step():\n    return map(str, [1])\n", "the traced code returned a map, which has not run"),
         ("def step():\n    raise SystemExit(0)\n", "the traced code raised SystemExit: 0, at "),
     ],
 )

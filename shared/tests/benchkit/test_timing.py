@@ -230,12 +230,13 @@ def _generator() -> Iterator[int]:
     yield 1
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize("function", [_coroutine, _generator])
+@pytest.mark.parametrize("function", [_coroutine, _generator, lambda: map(len, ["a"]), lambda: filter(len, ["a"])])
 def test_what_has_not_run_when_it_returns_is_not_timed_as_if_it_had(function):
-    with pytest.raises(TypeError, match=r"returns a (coroutine|generator), which has not run; name in block what runs"):
+    with pytest.raises(
+        TypeError, match=r"returns a (coroutine|generator|map|filter), which has not run; name in block what runs"
+    ):
         measure(function, rounds=3)
-    assert measure(function, rounds=3, block=list if function is _generator else asyncio.run).median > 0
+    assert measure(function, rounds=3, block=asyncio.run if function is _coroutine else list).median > 0
 
 
 @pytest.mark.gpu

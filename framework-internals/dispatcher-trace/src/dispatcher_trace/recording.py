@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
 
 from benchkit import UserError
+from benchkit.timing import unrun
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.key_sets import Scope
 from dispatcher_trace.capture.native_step import Stepper
@@ -21,13 +21,6 @@ from dispatcher_trace.explain.assemble import calls_of
 from dispatcher_trace.trace import Trace
 
 calls_user_code(__file__)
-
-# Kinds of results whose code has not run yet.
-_UNRUN: dict[type, str] = {
-    GeneratorType: "a generator",
-    CoroutineType: "a coroutine",
-    AsyncGeneratorType: "an asynchronous generator",
-}
 
 
 @contextmanager
@@ -130,13 +123,9 @@ def trace(
 
 
 def refuse_unrun(result: Any) -> None:
-    """Raise a UserError if the result of traced code is a generator or a coroutine: its trace says nothing of it."""
-    kind = _UNRUN.get(type(result))
-    if kind is None:
-        return
-    if isinstance(result, CoroutineType):
-        result.close()  # or Python warns that it was never awaited
-    raise UserError(
-        f"the traced code returned {kind}, which has not run; trace a function that runs it: list(…) of a generator, "
-        "asyncio.run(…) of a coroutine"
-    )
+    """Raise a UserError if the result of traced code is a generator or the like: its trace says nothing of it."""
+    if kind := unrun(result):
+        raise UserError(
+            f"the traced code returned {kind}, which has not run; trace a function that runs it: list(…) of a "
+            "generator, asyncio.run(…) of a coroutine"
+        )

@@ -1,6 +1,6 @@
 """Timing functions on a CPU or a GPU, and the measured limits of the machine."""
 
-from benchkit.timing.clocks import Clock, Inputs
+from benchkit.timing.clocks import Clock, Inputs, unrun
 from benchkit.timing.comparison import Comparison, Timing, capturable_stream, compare, measure, rotating_inputs
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "compare",
     "measure",
     "rotating_inputs",
+    "unrun",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -129,12 +129,30 @@ def _first_call(
     result = function(*arguments)
     wait(result)
     seconds = time.perf_counter() - start
-    if not may_be_lazy and isinstance(result, Awaitable | Generator | AsyncGenerator):
+    if not may_be_lazy and (kind := unrun(result)):
         raise TypeError(
-            "expected a function that does its work when it is called, got one that returns a "
-            f"{type(result).__name__}, which has not run; name in block what runs it, such as list or asyncio.run"
+            f"expected a function that does its work when it is called, got one that returns {kind}, which has not "
+            "run; name in block what runs it, such as list or asyncio.run"
         )
     return seconds
+
+
+# Kinds of results whose code has not run when the function returns, a kind before those that include it.
+_UNRUN: dict[type, str] = {
+    Coroutine: "a coroutine",
+    Generator: "a generator",
+    AsyncGenerator: "an asynchronous generator",
+    Awaitable: "an awaitable",
+    map: "a map",
+    filter: "a filter",
+}
+
+
+def unrun(result: object) -> str:
+    """``a coroutine`` for a result whose code has not run, and so for each such kind; empty for any other."""
+    if isinstance(result, Coroutine):
+        result.close()  # or Python warns that it was never awaited
+    return next((text for kind, text in _UNRUN.items() if issubclass(type(result), kind)), "")
 
 
 def _wall_clock(
