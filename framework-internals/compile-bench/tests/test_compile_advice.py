@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 import textwrap
 from dataclasses import replace
 from functools import cache
@@ -75,6 +76,15 @@ def test_advice_appears_on_the_program_of_its_cause(name):
     use, causes = own_program(name)
     assert name in cases_of(advise([CAUSES[name]], use))
     assert name in BLOCKS or name in cases_of(advise(causes, use))
+
+
+@pytest.mark.parametrize("name", [name for name in CAPTURED if CAUSES[name].kind != "break"])
+def test_the_object_of_a_method_may_have_another_name(name):
+    use, causes = own_program(name)
+    other = Source(use.syntax.path, re.sub(rb"\bself\b", b"this", use.syntax.content))
+    guard = other.with_self(re.sub(r"\bself\b", "this", use.guard), use.line)
+    again, other_causes = on_guard(other, use.line, guard, static_shapes=use.static_shapes)
+    assert advise(other_causes, again) == advise(causes, use)
 
 
 @pytest.mark.parametrize("name", APPEAR)

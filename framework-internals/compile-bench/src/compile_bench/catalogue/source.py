@@ -68,7 +68,10 @@ class Edit:
 
 
 class Source:
-    """A Python file as bytes and as a syntax tree, in which a node knows what is around it."""
+    """A Python file as bytes and as a syntax tree, in which a node knows what is around it.
+
+    In the tree, the object of a method is ``self``, whatever the code calls it.
+    """
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
@@ -80,6 +83,7 @@ class Source:
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
         if encoding not in ("utf-8", "ascii"):
             raise SyntaxError(f"{path} is encoded in {encoding}; only UTF-8 is changed")
+        self._receivers = dict(_call_receivers_self(self.tree))
         self._lines = content.splitlines(keepends=True)
         self._starts = list(accumulate(map(len, self._lines), initial=0))
 
@@ -125,6 +129,16 @@ class Source:
         """The innermost function that a node is in."""
         functions = (outer for outer in self.above(node) if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)))
         return next(functions, None)
+
+    def receiver(self, node: ast.AST) -> str:
+        """The name that the code has for the object of the method that a node is in."""
+        return next((self._receivers[outer] for outer in self.above(node) if outer in self._receivers), "self")
+
+    def with_self(self, guard: str, line: int) -> str:
+        """A guard in which the object of the method that a line is in has the name ``self``."""
+        statement = self.statement(line)
+        name = "self" if statement is None else self._receivers.get(statement) or self.receiver(statement)
+        return re.sub(rf"(?<![\w.'\"]){name}\b", "self", guard)
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """The block that contains a statement."""
@@ -215,6 +229,23 @@ class Source:
             last = edit.start
         ast.parse(content, filename=str(self.path))
         return content
+
+
+def _call_receivers_self(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Rename the object of every method to ``self``; yields the methods, each with the name in the code."""
+    for owner in ast.walk(tree):
+        for method in owner.body if isinstance(owner, ast.ClassDef) else ():
+            if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            first = next(iter((*method.args.posonlyargs, *method.args.args)), None)
+            without_object = {last_name(decorator) for decorator in method.decorator_list}
+            if first is None or without_object & {"staticmethod", "classmethod"}:
+                continue
+            yield method, first.arg
+            name, first.arg = first.arg, "self"
+            for node in ast.walk(method):
+                if isinstance(node, ast.Name) and node.id == name:
+                    node.id = "self"
 
 
 def line_before(before: bytes, after: bytes, line: int) -> int:

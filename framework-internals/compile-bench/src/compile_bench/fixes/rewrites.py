@@ -560,11 +560,11 @@ def _as_buffer(source: Source, owner: ast.ClassDef, name: str) -> list[Edit]:
             return []
         if owner not in source.above(node):  # another class has an attribute of this name
             continue
-        function, value = source.function(node), node.value
+        function, value, own = source.function(node), node.value, source.receiver(node)
         if value is None or function is None:
             return []
         if function.name == "__init__" and isinstance(value, ast.Constant) and type(value.value) is int and not made:
-            text = f'self.register_buffer("{name}", torch.tensor({source.text(value)}), persistent=False)'
+            text = f'{own}.register_buffer("{name}", torch.tensor({source.text(value)}), persistent=False)'
             made = True
         elif function.name == "__init__":
             return []
@@ -574,9 +574,9 @@ def _as_buffer(source: Source, owner: ast.ClassDef, name: str) -> list[Edit]:
             sign = "+" if isinstance(node.op, ast.Add) else "-"
             step = source.text(value)
             step = step if isinstance(value, (ast.Name, ast.Constant, ast.Call, ast.Attribute)) else f"({step})"
-            text, counted = f"self.{name} = self.{name} {sign} {step}", True
+            text, counted = f"{own}.{name} = {own}.{name} {sign} {step}", True
         else:
-            text = f"self.{name} = torch.as_tensor({source.text(value)}, device=self.{name}.device)"
+            text = f"{own}.{name} = torch.as_tensor({source.text(value)}, device={own}.{name}.device)"
             counted = True
         edits.append(source.replace(node, text))
     return edits if made and counted else []

@@ -87,8 +87,9 @@ def _advice_on_guard(again: Recompile, *, static_shapes: bool) -> list[Advised]:
     source = None if again.package else read(again.file)
     if source is None:
         return advise(match_recompile(again.guard, again.source), None)
-    use = Use.of_guard(source, again.line, again.guard, static_shapes=static_shapes)
-    return advise(match_recompile(again.guard, use.code or again.source), use)
+    guard = source.with_self(again.guard, again.line)
+    use = Use.of_guard(source, again.line, guard, static_shapes=static_shapes)
+    return advise(match_recompile(guard, use.code or again.source), use)
 
 
 def guarded_attribute(again: Recompile) -> str:
