@@ -490,8 +490,8 @@ def written(model, cache):
     return {
         "norm.running_mean": lambda: model.norm.running_mean.data.mul_(1.1),
         "norm.num_batches_tracked": lambda: model.norm.num_batches_tracked.add_(1),
-        "argument 1": lambda: None,
-        "argument 2.keys": lambda: cache.keys[5].add_(0.01),
+        "args[0]": lambda: None,
+        "args[1].keys": lambda: cache.keys[5].add_(0.01),
         "seen[0]": lambda: model.seen[0].mul_(1.01),
     }
 
@@ -505,7 +505,7 @@ def test_what_a_call_writes_is_compared(name, train):
 
     def call(x, cache, position):
         output = model(x, cache, position)
-        if name == "argument 1":
+        if name == "args[0]":
             x.data.mul_(1.01)
         elif name:
             with torch.no_grad():
@@ -518,6 +518,25 @@ def test_what_a_call_writes_is_compared(name, train):
     assert accuracy.holds is not bool(name)
     if name:
         assert accuracy.gradient.name == f"written {name}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    ids: list
+    note: str = ""
+
+
+def test_tensors_in_a_dataclass_are_arguments_like_others():
+    x = torch.randn(4, 8, requires_grad=True)
+    made = Target(Drawing(lambda batch: batch.x * batch.ids[0] * batch.x), (Batch(x, [torch.arange(8)]),))
+    assert [tensor.dtype for tensor in made.tensors] == [torch.float32, torch.int64]
+    moved = made.moved("meta").args[0]
+    assert (moved.x.device.type, moved.ids[0].device.type, moved.x.is_leaf) == ("meta", "meta", True)
+    model = made.copied()
+    assert compare_with_eager(made, model, model, train=True).holds
+    accuracy = compare_with_eager(made, lambda batch: batch.x * batch.ids[0] * batch.x.detach(), model, train=True)
+    assert (accuracy.gradient.name, accuracy.gradient.holds) == ("argument 1", False)
 
 
 def test_what_only_the_compiled_call_keeps_or_drops_is_wrong():

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.errors import first_line
@@ -62,7 +61,7 @@ from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid, user_modules
 from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.regional import compile_case
-from compile_bench.targets.target import FunctionModel, Step, Target
+from compile_bench.targets.target import FunctionModel, Step, Target, map_leaves, named_leaves
 
 
 class SidesCompared(TorchFunctionMode):
@@ -251,8 +250,8 @@ def read_reference(path: Path) -> Reference:
 
 def _is_other(target: Target, variation: str) -> bool:
     """Whether a variation changes any argument. A step has no arguments, and its state may change from call to call."""
-    leaves = pytree.tree_leaves((target.args, dict(target.kwargs)))
-    return not variation or any(_VARIATIONS[variation](leaf) is not leaf for leaf in leaves)
+    leaves = named_leaves((target.args, dict(target.kwargs)))
+    return not variation or any(_VARIATIONS[variation](leaf) is not leaf for _, leaf in leaves)
 
 
 def _may_not_end() -> bool:
@@ -354,7 +353,7 @@ def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any
 
 def varied(target: Target, variation: str) -> Target:
     """The target with its arguments varied."""
-    args, kwargs = pytree.tree_map(_VARIATIONS[variation], (target.args, dict(target.kwargs)))
+    args, kwargs = map_leaves(_VARIATIONS[variation], (target.args, dict(target.kwargs)))
     return replace(target, args=args, kwargs=kwargs)
 
 

@@ -44,14 +44,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.errors import first_line
 from compile_bench.measure.records import WRITTEN, Accuracy, ErrorPair
 from compile_bench.targets.randomness import changes_with_the_seed, seed_everything
 from compile_bench.targets.regional import OwnRegions
-from compile_bench.targets.target import Target, in_mode, tensors_in
+from compile_bench.targets.target import Target, in_mode, named_leaves, tensors_in
 
 # The norm of n independent roundings varies by a share of 1/√(2n), so a factor of 3 is never chance for a large tensor.
 FACTOR = 3.0
@@ -274,11 +273,10 @@ def _held(model: nn.Module, target: Target) -> Values:
     seen: dict[int, Any] = {}
 
     def visit(value: Any, name: str) -> None:
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        for place, leaf in named_leaves(value, name):
             if id(leaf) in seen:
                 continue
             seen[id(leaf)] = leaf
-            place = name + pytree.keystr(path)
             if isinstance(leaf, Tensor):
                 if type(leaf) in (Tensor, nn.Parameter, nn.Buffer) and not (leaf.is_nested or leaf.is_quantized):
                     held[place] = leaf
@@ -288,8 +286,8 @@ def _held(model: nn.Module, target: Target) -> Values:
 
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         visit(tensor, name)
-    for number, leaf in enumerate(pytree.tree_leaves((target.args, dict(target.kwargs))), 1):
-        visit(leaf, f"argument {number}")
+    visit(target.args, "args")
+    visit(dict(target.kwargs), "kwargs")
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_TORCH:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from benchkit import Timing, UserError
 from compile_bench.capture.collector import Collector, import_compiler, mark_dynamic, prepare_toolchain
@@ -19,7 +18,7 @@ from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, Strateg
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import Case
 from compile_bench.targets.regional import OwnRegions, compile_case
-from compile_bench.targets.target import Step, Target, describe_error
+from compile_bench.targets.target import Step, Target, describe_error, named_leaves
 
 Sizes = dict[tuple[int, int], list[int]]  # (leaf, dimension): its size in every call
 
@@ -174,10 +173,6 @@ def _padded(call: Target, strategy: Strategy, sizes: Sizes) -> Target:
 
 def _name(call: Target, leaf: int, dimension: int) -> str:
     """``args[0] dimension 1`` or ``kwargs['labels'] dimension 1``."""
-    paths = [
-        pytree.keystr(path)
-        for path, value in pytree.tree_flatten_with_path((call.args, dict(call.kwargs)))[0]
-        if isinstance(value, Tensor)
-    ]
-    place = f"{'args' if paths[leaf].startswith('[0]') else 'kwargs'}{paths[leaf][3:]}"
-    return f"{place} dimension {dimension}"
+    named = (*named_leaves(call.args, "args"), *named_leaves(dict(call.kwargs), "kwargs"))
+    places = [place for place, value in named if isinstance(value, Tensor)]
+    return f"{places[leaf]} dimension {dimension}"

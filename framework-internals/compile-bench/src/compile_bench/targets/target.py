@@ -105,12 +105,11 @@ class Target:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors_in((self.args, dict(self.kwargs)))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Target:
         """The same target with every tensor among its arguments changed, once where it occurs several times."""
-        args, kwargs = pytree.tree_map_only(Tensor, cache(change), (self.args, dict(self.kwargs)))
+        args, kwargs = map_leaves(_of_tensors(change), (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def with_own_arguments(self) -> Target:
@@ -219,14 +218,52 @@ def _can_be_copied(value: Any) -> bool:
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors in a model's output, in order, including those in fields of dataclasses."""
+    """The tensors in a model's output or arguments, in order, including those in fields of dataclasses."""
     tensors: list[Tensor] = []
-    for leaf in pytree.tree_leaves(output):
+    for leaf in pytree.tree_leaves(output):  # a step that is timed does it too
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            tensors += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+            tensors += tensors_in([getattr(leaf, name) for name in _fields(leaf)])
     return tensors
+
+
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested containers and of fields of dataclasses, each with its place, such as ``args[0].mask``."""
+    try:
+        paths = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:  # a container whose class is registered without names
+        paths = [(f"[{number}]", leaf) for number, leaf in enumerate(pytree.tree_leaves(tree))]
+    for path, leaf in paths:
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            for inner in _fields(leaf):
+                yield from named_leaves(getattr(leaf, inner), f"{name}{path}.{inner}")
+        else:
+            yield name + path, leaf
+
+
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Nested containers with every leaf changed, those in fields of dataclasses too."""
+
+    def changed(leaf: Any) -> Any:
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return change(leaf)
+        other = copy.copy(leaf)
+        for inner in _fields(leaf):
+            object.__setattr__(other, inner, map_leaves(change, getattr(leaf, inner)))  # it may be frozen
+        return other
+
+    return pytree.tree_map(changed, tree)
+
+
+def _fields(instance: Any) -> list[str]:
+    return [inner.name for inner in fields(instance) if hasattr(instance, inner.name)]
+
+
+def _of_tensors(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """The change for tensors alone, made once for each."""
+    once = cache(change)
+    return lambda leaf: once(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def in_mode(model: nn.Module, *, train: bool) -> nn.Module:
@@ -258,7 +295,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _move(value: Any, device: Device) -> Any:
-    return pytree.tree_map_only(Tensor, cache(partial(_moved, device=device)), value)
+    return map_leaves(_of_tensors(partial(_moved, device=device)), value)
 
 
 def _moved(tensor: Tensor, device: Device) -> Tensor:
