@@ -19,6 +19,7 @@ from compile_bench.cli.triaging import describe_report, write_patches
 from compile_bench.fixes import fixer as fixer_module
 from compile_bench.fixes import trial as proof
 from compile_bench.fixes.fixer import Fixer
+from compile_bench.fixes.observation import observe
 from compile_bench.fixes.rewrites import candidates
 from compile_bench.fixes.trial import reference, refusal
 from compile_bench.fixes.types import Figures, Fix, Trial
@@ -902,6 +903,33 @@ def test_a_change_that_removes_a_guard_is_refused(folder, monkeypatch, guard, va
     forget_user_modules(user_code_filter())
     found = refusal(case, path=written, with_inductor=with_inductor)
     assert found.why == f"output is NaN or infinite at other places ({variation})"
+
+
+def test_the_guard_of_a_model_on_a_gpu_is_tried_on_the_cpu(folder, monkeypatch):
+    path, written = folder / "triage_model.py", folder / "reference.pt"
+    case = Case(f"{path}:target", "cuda", train=False)
+    seen = []
+
+    def spied(target, call, model, case, *, graded):
+        seen.append(case.device)
+        return observe(target, call, model, case, graded=graded)
+
+    for name in ("load_case", "load_again"):  # without a GPU
+        loading = getattr(proof, name)
+        monkeypatch.setattr(proof, name, lambda case, loading=loading: loading(replace(case, device="cpu")))
+    monkeypatch.setattr(proof, "observe", spied)
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
+    monkeypatch.setattr(proof, "_SECONDS_ON_GPU", 1e9)
+    path.write_text(GUARDED.replace("UNUSUAL", "x.isnan().any()"))
+    reference(case, path=written)
+    assert {"cuda", "cpu"} == {*seen}
+    path.write_text(GUARDED.replace("UNUSUAL", "False"))
+    forget_user_modules(user_code_filter())
+    found = refusal(case, path=written, with_inductor=False)
+    assert found.why == "output is NaN or infinite at other places (one element is NaN)"
+    seen.clear()
+    assert refusal(case, path=written, with_inductor=True) is None
+    assert {*seen} == {"cuda"}
 
 
 def test_a_loop_that_infinity_keeps_running_is_not_given_it(folder):

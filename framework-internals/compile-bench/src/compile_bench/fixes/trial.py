@@ -19,6 +19,7 @@ import ast
 import difflib
 import math
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -160,9 +161,11 @@ _WHOLE = {
     "whole numbers and flags at their least": _at_end(largest=False),
     "whole numbers and flags at their largest": _at_end(largest=True),
 }
-# On the CPU alone: on a GPU an index or a probability that is made from NaN ends the process.
+# Always on the CPU: on a GPU an index or a probability that is made from NaN ends the process.
 _UNFINISHED = {"one element is NaN": _with_element(math.nan), "one element is infinite": _with_element(math.inf)}
 _VARIATIONS: dict[str, Variation] = {"": lambda value: value, **_SCALED, **_UNFINISHED, **_WHOLE}
+# A step that a GPU takes longer for would take a CPU minutes.
+_SECONDS_ON_GPU = 0.05
 # A bound above this, relative to the value, would let a wrong value pass.
 _LARGEST_ALLOWANCE = 0.1
 # What is smaller than this part of the largest value, or differs by less from run to run, may be rounding errors alone.
@@ -207,22 +210,35 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     graded = case.train and not target.is_step and _raised(lambda: _eager(target, case, "", graded=True)) == "nothing"
     anew = _keeps_globals(target, _eager(target, case, "", graded))
     variants, raising = list[Expected](), list[tuple[str, str]]()
-    left_out = _UNFINISHED.keys() if case.device != "cpu" or _may_not_end() else ()
+    start = time.perf_counter()
+    again = _eager(target, case, "", graded, anew)
+    quick = case.device == "cpu" or (
+        time.perf_counter() - start < _SECONDS_ON_GPU
+        and _raised(lambda: _eager(*_placed(target, case, on_cpu=True), "", graded, anew)) == "nothing"
+    )
+    left_out = () if quick and not _may_not_end() else _UNFINISHED.keys()
     for variation in [name for name in _VARIATIONS if name not in left_out and _is_other(target, name)]:
+        placed = _placed(target, case, on_cpu=variation in _UNFINISHED)
         try:
-            eager = _eager(target, case, variation, graded, anew)
+            eager = _eager(*placed, variation, graded, anew)
         except Exception as error:  # the model checks its arguments
             if not variation:
                 raise
             raising.append((variation, type(error).__name__))
             continue
-        by_compiler = (random or calibrated) and variation not in _WHOLE
-        expected = _expected(target, case, variation, eager, random, by_compiler, graded, anew)
+        by_compiler = (random or calibrated) and variation not in _WHOLE and placed[1] == case
+        expected = _expected(*placed, variation, eager, random, by_compiler, graded, anew)
         variants += [] if expected is None else [expected]
-    again = _eager(target, case, "", graded, anew)
     unsteady = _unsteady(variants[0].eager, again) if variants and not variants[0].variation else ()
     torch.save(Reference(random, graded, anew, variants, tuple(raising), unsteady), path)
     return True
+
+
+def _placed(target: Target, case: Case, *, on_cpu: bool) -> tuple[Target, Case]:
+    """The target and its case, or copies of both on the CPU."""
+    if case.device == "cpu" or not on_cpu:
+        return target, case
+    return replace(target, model=target.copied()).moved("cpu"), replace(case, device="cpu")
 
 
 def references(case: Case, *, kinds: Sequence[bool], path: Path, calibrated: bool = False) -> bool:
@@ -309,13 +325,15 @@ def refusal(case: Case, *, path: Path, with_inductor: bool, overlay: Overlay | N
     sides = SidesCompared({} if with_inductor or overlay is None else overlay)
 
     def observed(variation: str) -> Observation:
-        again = _loaded(target, case, known.anew)
-        model = own_model(again, case)  # a new one, as for the reference: a model may keep state outside its buffers
-        call = compiled(model, case, random=known.random) if with_inductor else model
+        again, place = _placed(_loaded(target, case, known.anew), case, on_cpu=variation in _UNFINISHED)
+        model = own_model(again, place)  # a new one, as for the reference: a model may keep state outside its buffers
+        call = compiled(model, place, random=known.random) if with_inductor else model
         with nullcontext() if with_inductor else sides:
-            return observe(varied(again, variation), call, model, case, graded=known.graded)
+            return observe(varied(again, variation), call, model, place, graded=known.graded)
 
-    tried = _VARIATIONS.keys() - (_WHOLE.keys() if with_inductor else ())
+    # Of those, what a CPU computes says nothing about the code that Inductor makes for a GPU.
+    of_cpu = _UNFINISHED.keys() if case.device != "cpu" else set[str]()
+    tried = _VARIATIONS.keys() - (_WHOLE.keys() | of_cpu if with_inductor else ())
     for variant in [variant for variant in known.variants if variant.variation in tried]:
         try:
             seen = observed(variant.variation)
