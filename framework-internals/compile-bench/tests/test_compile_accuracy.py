@@ -434,6 +434,20 @@ def test_a_model_that_cannot_do_float64_says_so():
     assert "does not run in float64" in compare_with_eager(made, model, model, train=False).skipped
 
 
+def test_a_model_that_makes_tensors_of_the_default_dtype_is_compared():
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return torch.ones(len(x), len(x)).tril() @ super().forward(x)
+
+    torch.manual_seed(0)
+    made = Target(Masked(4, 4), (torch.randn(3, 4),))
+    model = made.copied()
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert (accuracy.holds, accuracy.skipped) == (True, "")
+    assert not compare_with_eager(made, lambda x: model(x) * 1.00001, model, train=True).holds
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_a_sum_in_order_is_within_the_bound_and_a_dropped_term_is_not():
     class Scaled(nn.Module):
         """A weight whose gradient is a sum over all rows, added as the flag says."""

@@ -52,6 +52,7 @@ from compile_bench.measure.accuracy import (
     comparable,
     draws_random_numbers,
     error_pair,
+    in_float64,
     rounding_allowance,
     widened,
 )
@@ -392,8 +393,8 @@ def _expected(
     exact = eager.values
     if not random:
         with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
-            wide = widened(varied(_loaded(target, case, anew), variation))
-            exact = observe(wide, wide.model, wide.model, case, graded=graded).values
+            wide = partial(_wide, target, case, variation, graded, anew)
+            exact = (wide() if anew else in_float64(wide)).values  # loaded in float64, it would have other weights
     unfinished = variation in _UNFINISHED
     if unfinished and not all(name in exact and _same_ends(value, exact[name]) for name, value in eager.values.items()):
         return None
@@ -419,6 +420,11 @@ def _expected(
     if variation and any(_is_vague(name, eager, allowance[name]) for name in eager.values):
         return None
     return Expected(variation, eager, replace(eager, values=_as_exact(eager.values, exact)), allowance)
+
+
+def _wide(target: Target, case: Case, variation: str, graded: bool, anew: bool) -> Observation:
+    wide = widened(varied(_loaded(target, case, anew), variation))
+    return observe(wide, wide.model, wide.model, case, graded=graded)
 
 
 def _as_exact(eager: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ ATTEMPTS = 7
 MOVED = 0.01
 
 Values = dict[str, Tensor]
+Result = TypeVar("Result")
 
 # What torch itself keeps in every module.
 _OF_TORCH = vars(nn.Module()).keys()
@@ -238,13 +239,36 @@ def _eager(target: Target, *, train: bool, seed: int = 0) -> _Results:
 
 def _exact(target: Target, *, train: bool) -> _Results:
     """The results in float64."""
-    try:
+
+    def compute() -> _Results:
         wide = widened(target)
         return _results(wide, wide.model, wide.model, train=train, before=_held(target.model, target))
+
+    try:
+        return in_float64(compute)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # the model sets a dtype, or an operator has no float64 kernel
         raise _Incomparable(f"the model does not run in float64: {first_line(error)}") from error
+
+
+def in_float64(compute: Callable[[], Result]) -> Result:
+    """What a computation with a widened target gives.
+
+    A model may make tensors itself, such as a mask or a first state, in the default dtype, and not run with others. So
+    if it raises, float64 is the default dtype for another try.
+    """
+    try:
+        return compute()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return compute()
+        finally:
+            torch.set_default_dtype(default)
 
 
 def _wrong(ours: _Results, eager: _Results, exact: Values) -> str:
