@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_bench.measure.accuracy import ATTEMPTS, compare_with_eager, draws_random_numbers, vector
+from compile_bench.measure.accuracy import ATTEMPTS, compare_with_eager, draws_random_numbers, vector, widened
 from compile_bench.targets.target import Target
 
 
@@ -515,6 +515,7 @@ def written(model, cache):
 def test_what_a_call_writes_is_compared(name, train):
     torch.manual_seed(0)
     made = Target(Attending(), (torch.randn(16, 8), Cache(), 5))
+    assert widened(made).args[1].keys.dtype == torch.float64
     model = made.copied()
 
     def call(x, cache, position):

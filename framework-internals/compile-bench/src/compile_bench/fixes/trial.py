@@ -63,7 +63,7 @@ from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid, user_modules
 from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.regional import compile_case
-from compile_bench.targets.target import FunctionModel, Step, Target, map_leaves, named_leaves
+from compile_bench.targets.target import FunctionModel, Step, Target, map_leaves
 
 
 class SidesCompared(TorchFunctionMode):
@@ -267,8 +267,14 @@ def read_reference(path: Path) -> Reference:
 
 def _is_other(target: Target, variation: str) -> bool:
     """Whether a variation changes any argument. A step has no arguments, and its state may change from call to call."""
-    leaves = named_leaves((target.args, dict(target.kwargs)))
-    return not variation or any(_VARIATIONS[variation](leaf) is not leaf for _, leaf in leaves)
+    others = []
+
+    def compared(leaf: Any) -> Any:
+        others.append(_VARIATIONS[variation](leaf) is not leaf)
+        return leaf
+
+    map_leaves(compared, (target.args, dict(target.kwargs)))
+    return not variation or any(others)
 
 
 def _may_not_end() -> bool:

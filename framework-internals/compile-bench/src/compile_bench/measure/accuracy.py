@@ -38,7 +38,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +49,7 @@ from benchkit.errors import first_line
 from compile_bench.measure.records import WRITTEN, Accuracy, ErrorPair
 from compile_bench.targets.randomness import changes_with_the_seed, seed_everything
 from compile_bench.targets.regional import OwnRegions
-from compile_bench.targets.target import Target, in_mode, named_leaves, tensors_in
+from compile_bench.targets.target import Target, in_mode, named_tensors, tensors_in
 
 # The norm of n independent roundings varies by a share of 1/√(2n), so a factor of 3 is never chance for a large tensor.
 FACTOR = 3.0
@@ -293,29 +292,21 @@ def _named(names: Sequence[str]) -> str:
 
 def _held(model: nn.Module, target: Target) -> Values:
     """The tensors that a call may write, by name: those of a model and of a target's arguments."""
-    held: Values = {}
+    named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     seen: dict[int, Any] = {}
-
-    def visit(value: Any, name: str) -> None:
-        for place, leaf in named_leaves(value, name):
-            if id(leaf) in seen:
-                continue
-            seen[id(leaf)] = leaf
-            if isinstance(leaf, Tensor):
-                if type(leaf) in (Tensor, nn.Parameter, nn.Buffer) and not (leaf.is_nested or leaf.is_quantized):
-                    held[place] = leaf
-            elif not isinstance(leaf, (type, nn.Module, FunctionType, ModuleType)):
-                for attribute, inner in getattr(leaf, "__dict__", {}).items():
-                    visit(inner, f"{place}.{attribute}")
-
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        visit(tensor, name)
-    visit(target.args, "args")
-    visit(dict(target.kwargs), "kwargs")
+    named += named_tensors(target.args, "args", seen)
+    named += named_tensors(dict(target.kwargs), "kwargs", seen)
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_TORCH:
-                visit(value, f"{path}.{name}".lstrip("."))
+                named += named_tensors(value, f"{path}.{name}".lstrip("."), seen)
+    held: Values = {}
+    known = set[int]()
+    for name, tensor in named:
+        plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not (tensor.is_nested or tensor.is_quantized)
+        if plain and id(tensor) not in known:
+            known.add(id(tensor))
+            held[name] = tensor
     return held
 
 

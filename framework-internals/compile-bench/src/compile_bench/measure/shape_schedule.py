@@ -18,7 +18,7 @@ from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, Strateg
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import Case
 from compile_bench.targets.regional import OwnRegions, compile_case
-from compile_bench.targets.target import Step, Target, describe_error, named_leaves
+from compile_bench.targets.target import Step, Target, describe_error, named_tensors
 
 Sizes = dict[tuple[int, int], list[int]]  # (leaf, dimension): its size in every call
 
@@ -173,6 +173,5 @@ def _padded(call: Target, strategy: Strategy, sizes: Sizes) -> Target:
 
 def _name(call: Target, leaf: int, dimension: int) -> str:
     """``args[0] dimension 1`` or ``kwargs['labels'] dimension 1``."""
-    named = (*named_leaves(call.args, "args"), *named_leaves(dict(call.kwargs), "kwargs"))
-    places = [place for place, value in named if isinstance(value, Tensor)]
+    places = [place for place, _ in (*named_tensors(call.args, "args"), *named_tensors(dict(call.kwargs), "kwargs"))]
     return f"{places[leaf]} dimension {dimension}"

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -105,11 +106,11 @@ class Target:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        return tensors_in((self.args, dict(self.kwargs)))
+        return [tensor for _, tensor in named_tensors((self.args, dict(self.kwargs)))]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Target:
         """The same target with every tensor among its arguments changed, once where it occurs several times."""
-        args, kwargs = map_leaves(_of_tensors(change), (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def with_own_arguments(self) -> Target:
@@ -218,7 +219,7 @@ def _can_be_copied(value: Any) -> bool:
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors in a model's output or arguments, in order, including those in fields of dataclasses."""
+    """The tensors in a model's output, in order, including those in fields of dataclasses."""
     tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):  # a step that is timed does it too
         if isinstance(leaf, Tensor):
@@ -228,18 +229,25 @@ def tensors_in(output: Any) -> list[Tensor]:
     return tensors
 
 
-def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested containers and of fields of dataclasses, each with its place, such as ``args[0].mask``."""
+def named_tensors(tree: Any, name: str = "", seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested containers and in attributes of objects, such as a cache, each with its place.
+
+    A place is written as ``args[0].keys``. ``seen`` has the objects that were visited, by identity.
+    """
+    seen = {} if seen is None else seen
     try:
         paths = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
     except ValueError:  # a container whose class is registered without names
         paths = [(f"[{number}]", leaf) for number, leaf in enumerate(pytree.tree_leaves(tree))]
     for path, leaf in paths:
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            for inner in _fields(leaf):
-                yield from named_leaves(getattr(leaf, inner), f"{name}{path}.{inner}")
-        else:
+        if isinstance(leaf, Tensor):
             yield name + path, leaf
+        elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module, FunctionType, ModuleType)):
+            seen[id(leaf)] = leaf
+            held = getattr(leaf, "__dict__", {})
+            slots = {inner: getattr(leaf, inner) for inner in _fields(leaf)} if is_dataclass(leaf) else {}
+            for inner, value in {**held, **slots}.items():
+                yield from named_tensors(value, f"{name}{path}.{inner}", seen)
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -256,14 +264,20 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     return pytree.tree_map(changed, tree)
 
 
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """A copy of nested containers and objects with every tensor changed, once where it occurs several times."""
+    once = cache(change)
+    memo: dict[int, Any] = {id(tensor): once(tensor) for _, tensor in named_tensors(tree)}
+    # Modules are shared: one may be a part of the model.
+    memo |= {id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, nn.Module)}
+    try:
+        return copy.deepcopy(tree, memo)
+    except Exception:  # whatever deepcopy raises, such as for a lock
+        return map_leaves(lambda leaf: once(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def _fields(instance: Any) -> list[str]:
     return [inner.name for inner in fields(instance) if hasattr(instance, inner.name)]
-
-
-def _of_tensors(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    """The change for tensors alone, made once for each."""
-    once = cache(change)
-    return lambda leaf: once(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def in_mode(model: nn.Module, *, train: bool) -> nn.Module:
@@ -295,7 +309,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _move(value: Any, device: Device) -> Any:
-    return map_leaves(_of_tensors(partial(_moved, device=device)), value)
+    return map_tensors(partial(_moved, device=device), value)
 
 
 def _moved(tensor: Tensor, device: Device) -> Tensor:
