@@ -326,7 +326,7 @@ def test_what_a_job_raises_is_raised(jobs, runner):
 
 
 def test_a_process_that_ends_says_how(jobs, runner):
-    with pytest.raises(ChildCrashed, match=f"job ended with status -{signal.SIGSEGV.value}: no message"):
+    with pytest.raises(ChildCrashed, match=rf"job ended with status -{signal.SIGSEGV.value} \(SIGSEGV\): no message"):
         runner.run(Job(jobs.crash, "job"))
     with pytest.raises(ChildCrashed, match="job ended with status 7: last words"):
         runner.run(Job(partial(jobs.leave, 7), "job"))

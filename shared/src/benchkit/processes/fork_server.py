@@ -120,7 +120,9 @@ class Child:
                 on_message(answer.value)
         if answer is None:
             log = _text(self._log)
-            raise ChildCrashed(f"{name} ended with status {self.exit_status()}: {last_line(log)}", log)
+            status = self.exit_status()
+            by_signal = f" ({signal.Signals(-status).name})" if -status in set(signal.Signals) else ""
+            raise ChildCrashed(f"{name} ended with status {status}{by_signal}: {last_line(log)}", log)
         if answer.user_error is not None:
             raise answer.user_error
         if answer.traceback:
