@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ TUNING = 360  # seconds more of it for the whole step, where a machine has no ro
 BUDGET, QUICK_BUDGET = 720.0, 180.0  # seconds
 STARTING = 10.0  # seconds that each job needs before it measures: its process, its imports, a GPU's context
 INTERRUPTED = 130
+ENDING = 10.0  # seconds in which a job that was interrupted ends
 PATIENCE = 60.0  # seconds that a job of a run that was killed is given to end
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -236,7 +237,11 @@ def run_job(job: str, *, device: str, size: Size, seconds: float, lock: int) -> 
         try:
             output, _ = process.communicate()
         except KeyboardInterrupt:
-            process.wait()  # the terminal's interrupt reaches it too, and it keeps what it measured
+            # The terminal's interrupt reaches the job too, and it keeps what it measured. A stop button's does not.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING)
+            process.terminate()  # no signal is sent to a process that has ended
+            process.wait()
             return Outcome(job, time.perf_counter() - start, INTERRUPTED, None)
     lines = output.strip().splitlines()
     report = Path(lines[-1]) if process.returncode == 0 and lines else None
@@ -280,6 +285,8 @@ def summary(outcomes: list[Outcome], size: Size) -> Table:
         if outcome.report is not None:
             shown = outcome.report.relative_to(ROOT) if outcome.report.is_relative_to(ROOT) else outcome.report
             result = escape(str(shown))
+        elif outcome.status == INTERRUPTED:
+            result = "interrupted"
         else:
             result = f"failed with status {outcome.status}; its message is above"
         table.add_row(outcome.job, numbers.significant(outcome.seconds), result)

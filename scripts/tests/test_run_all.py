@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ROOT / "framework-internals"
+JOBS = len(run_all.JOBS)
 
 
 def test_every_lens_is_declared_in_its_folder_and_nowhere_else():
@@ -88,7 +90,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(arguments, message):
 
 @pytest.fixture
 def house(tmp_path, monkeypatch):
-    """Six jobs whose script prints a path; the second fails."""
+    """Every job as a script that prints a path; compile-bench fails."""
     for name, path in run_all.JOBS.items():
         script = tmp_path / path
         script.parent.mkdir(parents=True)
@@ -127,7 +129,7 @@ def golden_house(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def in_this_process(house, monkeypatch):
-    """The same six jobs without processes; the value is the set of those that fail."""
+    """The same jobs without processes; the value is the set of those that fail."""
     failing = {"compile-bench"}
 
     def run_job(job: str, **_) -> run_all.Outcome:
@@ -156,9 +158,9 @@ def test_started_again_it_does_what_is_missing_and_then_begins_anew(in_this_proc
     in_this_process.clear()
     assert run_them() == 0
     printed = capsys.readouterr().out
-    assert "1/6 end-to-end was finished by the previous run" in printed
-    assert "3/6 compile-bench on cpu" in printed
-    assert "was finished by the previous run" in printed.partition("6/6 custom-ops")[2].splitlines()[0]
+    assert f"1/{JOBS} end-to-end was finished by the previous run" in printed
+    assert f"3/{JOBS} compile-bench on cpu" in printed
+    assert f"{JOBS}/{JOBS} {list(run_all.JOBS)[-1]} was finished by the previous run" in printed
     assert run_them() == 0
     assert "from the run before" not in capsys.readouterr().out
 
@@ -175,7 +177,7 @@ def test_what_cannot_be_gone_on_with_is_measured_anew(change, house, in_this_pro
     if change == "cut short":
         kept.write_text(kept.read_text()[:20])
     run_them(fresh=change == "fresh", quick=change == "size")
-    assert "1/6 end-to-end on cpu" in capsys.readouterr().out
+    assert f"1/{JOBS} end-to-end on cpu" in capsys.readouterr().out
 
 
 def test_a_second_run_is_refused_while_one_or_a_job_that_outlived_it_is_under_way(in_this_process, capsys):
@@ -204,7 +206,21 @@ def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
     printed = capsys.readouterr()
     assert "run_all: failed: compile-bench" in printed.err
     assert "failed with status 3" in printed.out
-    assert all(f"{number}/6 {name}" in printed.out for number, name in enumerate(run_all.JOBS, start=1))
+    assert all(f"{number}/{JOBS} {name}" in printed.out for number, name in enumerate(run_all.JOBS, start=1))
+
+
+def test_an_interrupt_of_the_run_alone_ends_its_job_too(house, monkeypatch, capsys):
+    monkeypatch.setattr(run_all, "ENDING", 0.1)
+    job = house / run_all.JOBS["jax-baseline"]
+    job.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs this in background
+    try:
+        assert run_them() == run_all.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    printed = capsys.readouterr().out
+    assert "interrupted" in printed
+    assert list(run_all.JOBS)[-1] not in printed
 
 
 def test_a_quick_job_alone_is_always_run_and_leaves_the_index_alone(in_this_process, monkeypatch, capsys):
@@ -314,10 +330,10 @@ def test_jobs_share_the_time_and_what_one_leaves_goes_to_the_others(tuned, house
         assert seconds == pytest.approx(run_all.STARTING + measuring * shares[job] / sum(shares.values()))
         del shares[job]
         left -= 10
-    assert seconds == pytest.approx(550)
+    assert seconds == pytest.approx(600 - 10 * (JOBS - 1))
     assert "10.0 min to go at most" in capsys.readouterr().out
     assert run_them(budget="10m") == 0
-    assert "60 s to go by the last run" in capsys.readouterr().out
+    assert f"{10 * JOBS} s to go by the last run" in capsys.readouterr().out
 
 
 def test_first_builds_take_nothing_from_the_budget(house, monkeypatch):
