@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import lenses
 import pytest
 
 grimp = pytest.importorskip("grimp")
@@ -53,6 +54,12 @@ def test_a_contract_is_kept_and_notices_an_import_that_goes_up(name, graph):
 @pytest.mark.parametrize("package", OPTIONS["root_packages"])
 def test_every_package_has_a_contract_inside(package):
     assert [each for each in CONTRACTS.values() if package in each.get("containers", [])]
+
+
+def test_no_lens_may_import_another():
+    packages = {manifest.entry_point.partition(".")[0] for manifest in lenses.manifests().values()}
+    (between_packages,) = [each for each in CONTRACTS.values() if "containers" not in each]
+    assert set(rooms(between_packages, between_packages["layers"][0])) == packages
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

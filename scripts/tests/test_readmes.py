@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -43,6 +43,8 @@ def test_a_command_of_the_root_readme_runs(command, run_command):
     "package", [*(manifest.entry_point.partition(".")[0] for manifest in lenses.manifests().values()), "torch_baseline"]
 )
 def test_a_command_without_arguments_lists_what_it_can(package):
+    if importlib.util.find_spec(f"{package}.cli") is None:
+        pytest.skip("the lens has no command")
     answer = CliRunner().invoke(importlib.import_module(f"{package}.cli").app, [])
     assert "Commands" in answer.output
     assert "Missing command" not in answer.output
