@@ -508,3 +508,33 @@ def test_autocast_is_a_cast():
             return model(x).float().square().mean()
 
     assert run(small_pair(loss, jax_square), "float64").narrowest == "bfloat16"
+
+
+@pytest.mark.parametrize("asks", ["loss", "optimizer"])
+def test_a_side_that_asks_for_its_dtype_is_compared_with_its_casts(asks):
+    def require_float32(where, tensor):
+        if where == asks and tensor.float().dtype != torch.float32:
+            raise TypeError("the kernel takes float32")
+
+    def torch_loss(model, x):
+        require_float32("loss", x)
+        return model(x).square().mean()
+
+    def torch_optimizer(parameters):
+        require_float32("optimizer", torch.ones(()))
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    params = {"weight": jnp.zeros((3, 4)), "bias": jnp.zeros(4)}
+    pair = Pair(
+        nn.Linear(3, 4),
+        torch_loss,
+        params,
+        lambda p, x: jnp.square(x @ p["weight"] + p["bias"]).mean(),
+        [(np.random.default_rng(0).standard_normal((2, 3)),)],
+        {"weight": "weight.T"},
+        torch_optimizer,
+        optax.sgd(0.1),
+    )
+    outcome = run(pair, "float64")
+    assert outcome.verdict == "PARITY"
+    assert outcome.widened.endswith("without them a side raised TypeError: the kernel takes float32")
