@@ -81,8 +81,8 @@ def train(
         config: Settings, and the folder of the run, as for :func:`torch_baseline.train.train`. ``compile`` and
             ``parallel`` are torch's: JAX always compiles, and ``execution`` has the mesh.
         device: Kind of device. Several processes that have called ``jax.distributed.initialize`` run as one.
-        resume: Resume from ``last.pt`` in ``config.out``, of either framework. The result is bit for bit that of an
-            uninterrupted run.
+        resume: Resume from ``last.pt`` in ``config.out``, of either framework. If JAX wrote it, the result is bit for
+            bit that of an uninterrupted run; the steps of the frameworks differ by rounding.
         execution: How the training is executed.
         report: Called in every process with each event.
 
