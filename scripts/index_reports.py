@@ -22,7 +22,7 @@ from benchkit.command import one_line_errors
 from benchkit.markdown import inert, markdown_table
 from benchkit.report import headline
 from benchkit.report import render as render_report
-from benchkit.results import Results, load_report, write_text_atomically
+from benchkit.results import Results, write_text_atomically
 from benchkit.run import OWN, Lens, committed_reports, own_reports
 from whole_step.measure import build_lens as build_end_to_end
 
@@ -83,9 +83,9 @@ def all_lenses() -> dict[str, Lens]:
 def entries(*, own: bool) -> Iterator[Entry]:
     """Yield the committed reports of all lenses, after this machine's own if they are asked for."""
     for name, lens in all_lenses().items():
-        committed = [(folder, load_report(folder)) for folder in committed_reports(lens.root)]
+        committed = [(folder, lens.load_report(folder)) for folder in committed_reports(lens.root)]
         committed.sort(key=lambda report: (report[1].environment.gpu is None, report[0].name))
-        for folder, results in [*((f, load_report(f)) for f in own_reports(lens.root) if own), *committed]:
+        for folder, results in [*((f, lens.load_report(f)) for f in own_reports(lens.root) if own), *committed]:
             found = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
             figure = f"{folder.relative_to(HOUSE)}/{found[1]}" if found else ""
             yield Entry(name, folder, results, headline(results, lens.report), figure)

@@ -14,8 +14,9 @@ import pytest
 import random_programs
 import version_matrix
 
+from benchkit import UserError
 from benchkit.report import figures, write
-from benchkit.results import load, load_report
+from benchkit.results import dump, load, load_report
 from lowering.table import Evidence, Row, write_table
 
 LENSES = index_reports.all_lenses()
@@ -93,6 +94,16 @@ def test_the_check_names_what_was_edited_moved_or_lost(house):
     assert f"{house.name}: report.md is not what its results render to" in found
     assert ".svg is missing" in found
     assert "framework-internals/README.md is not what the results render to" in found
+    report.unlink()
+    assert any(line.endswith(f"{house.name}: report.md is missing") for line in check_reports.check())
+
+
+def test_results_of_another_lens_are_refused_by_name(house):
+    results = load(house / "results.json")
+    (house / "results.json").write_text(dump(replace(results, lens="another-lens")))
+    for read in (check_reports.check, index_reports.render):
+        with pytest.raises(UserError, match=f"{house.name} holds results of another-lens, not of {results.lens}"):
+            read()
 
 
 def test_the_check_names_a_page_that_was_edited_and_a_kernel_that_did_not_win(tmp_path, monkeypatch):

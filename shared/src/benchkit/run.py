@@ -26,7 +26,19 @@ from benchkit.environment import capture
 from benchkit.errors import UserError, machine_fault, why_missing
 from benchkit.processes import budget, memory
 from benchkit.report import DeclareReport, write
-from benchkit.results import MAIN, SWEEP, Absence, Json, Label, Quantity, Record, Recorder, only_writer
+from benchkit.results import (
+    MAIN,
+    SWEEP,
+    Absence,
+    Json,
+    Label,
+    Quantity,
+    Record,
+    Recorder,
+    Results,
+    load_report,
+    only_writer,
+)
 
 # A machine's own reports stand beside the committed ones, under this prefix, which git ignores.
 OWN = "own-"
@@ -67,6 +79,17 @@ class Lens:
         """Return the configuration for this machine, as it is now."""
         asked = dict(self.configure(device, quick))
         return asked if self.fit is None else asked | dict(self.fit(asked, device, memory.free(device)))
+
+    def load_report(self, directory: Path) -> Results:
+        """Read a folder of reports, see :func:`benchkit.results.load_report`.
+
+        Raises:
+            UserError: Also if another lens wrote what is there.
+        """
+        results = load_report(directory)
+        if results.lens != self.name:
+            raise UserError(f"{directory} holds results of {results.lens}, not of {self.name}; name another folder")
+        return results
 
 
 @dataclass(frozen=True)
@@ -249,6 +272,7 @@ def main(lens: Lens) -> None:
             if not (directories := [out] if out else report_directories(lens.root)):
                 raise UserError("there is no report yet to render again; run without --render-only")
             for directory in directories:
+                lens.load_report(directory)  # refuses another lens's
                 print(write(directory, lens.report), flush=True)
             return
         run = partial(sweep_and_write, again=again or ()) if sweep else measure_and_write

@@ -240,6 +240,16 @@ def test_corrupt_results_are_one_line_and_nothing_is_overwritten(lens, own, run)
     assert (directory / "results.json").read_text() == "{"
 
 
+def test_results_of_another_lens_are_not_rendered(lens, own, run):
+    run(lens, "--device", "cpu")
+    before = (own / "report.md").read_bytes()
+    (own / "results.json").write_text((own / "results.json").read_text().replace('"a-lens"', '"b-lens"'))
+    failed = run(lens, "--render-only")
+    assert failed.returncode == 2
+    assert f"{own.name} holds results of b-lens, not of a-lens; name another folder" in failed.stderr
+    assert (own / "report.md").read_bytes() == before
+
+
 def test_cuda_without_a_gpu_is_one_line_and_nothing_is_written(lens, run):
     failed = run(lens, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert failed.returncode == 2
