@@ -23,6 +23,7 @@ import warm_python
 
 from benchkit.report import figures
 from benchkit.results import load, load_report
+from benchkit.run import committed_reports
 from whole_step import tuning
 
 # run_all.py forks with a function of its own to run in the child. It never imports JAX, which warns of that; another
@@ -246,12 +247,14 @@ def test_the_index_says_which_reports_are_of_which_hardware():
 
 def test_the_index_has_a_figure_for_each_lens_and_a_sentence_for_each_machine(golden_house):
     sections = index_reports.render().partition("\n## The machines\n")[0].split("\n## ")[1:]
-    assert len(sections) == 1 + len(lenses.manifests())
-    for section in sections:
+    for section, lens in zip(sections, index_reports.all_lenses().values(), strict=True):
         (figure,) = re.findall(r"\[!\[.+\]\((\S+\.svg)\)\]", section)
         assert (golden_house / figure).is_file()
         rows = re.findall(r"^\| \[(.+?)\]\((\S+)\) \| (.+) \|$", section, re.MULTILINE)
-        assert [row[0] for row in rows] == ["an NVIDIA H200, 140 GiB", "an AVX-512 AMD server, two cores"]
+        environments = [load(path / "results.json").environment for path in committed_reports(lens.root)]
+        gpus_first = sorted(environments, key=lambda environment: environment.gpu is None)
+        assert [row[0] for row in rows] == [environment.described for environment in gpus_first]
+        assert [environment.gpu is None for environment in gpus_first] == [False, True]
         for _, report, finding in rows:
             assert (golden_house / report).is_file()
             assert len(finding.split()) <= 30, finding
