@@ -41,11 +41,10 @@ def problems(directory: Path, declare: DeclareReport) -> Iterator[str]:
     results = load_report(directory)
     if not results.complete:
         yield "the run did not reach its end"
-    page = directory / "report.md"
-    if not page.exists():
+    text = _page(directory / "report.md")
+    if not text:
         yield "report.md is missing"
         return
-    text = page.read_text(encoding="utf-8")
     if render(results, declare) != text:
         yield "report.md is not what its results render to"
     shown = {f"{figure.name}.svg" for figure in figures(results, declare)}
@@ -54,6 +53,11 @@ def problems(directory: Path, declare: DeclareReport) -> Iterator[str]:
         yield f"figures/{name} is {'missing' if name in shown else 'of another run: the report does not show it'}"
     yield from faults_of_form(text)
     yield from form.faults(declare(results))
+
+
+def _page(path: Path) -> str:
+    """The text of a generated page; empty if the page is missing."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def faults_of_form(text: str) -> Iterator[str]:
@@ -93,7 +97,7 @@ def check() -> list[str]:
                 wrong.append(f"it was measured on {results.environment.machine}")
             faults += [f"{directory.relative_to(index_reports.ROOT)}: {what}" for what in wrong]
     faults += [f"{version_matrix.DIRECTORY.name}: {what}" for what in problems(version_matrix.DIRECTORY, VERSIONS)]
-    if index_reports.render() != (index_reports.HOUSE / "README.md").read_text(encoding="utf-8"):
+    if index_reports.render() != _page(index_reports.HOUSE / "README.md"):
         faults.append("framework-internals/README.md is not what the results render to")
     return faults
 
@@ -101,7 +105,7 @@ def check() -> list[str]:
 def check_tables() -> list[str]:
     """Say what is wrong with the committed tables that no report has: of random programs, and of lowerings."""
     faults = []
-    if random_programs.render() != random_programs.PAGE.read_text(encoding="utf-8"):
+    if random_programs.render() != _page(random_programs.PAGE):
         faults.append(f"{random_programs.PAGE.name} is not what its records render to")
     lost = (
         row

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from matplotlib.text import Text
 from rich.console import Console
 
 from benchkit.environment import capture
@@ -216,6 +217,16 @@ def test_a_legend_of_long_names_is_as_wide_as_its_figure_at_most(columns):
     (legend,) = figure.legends
     assert len(legend.get_texts()) == len(series)
     assert legend.get_window_extent().width <= figure.bbox.width
+
+
+@pytest.mark.parametrize("kind", ["bars", "stacked", "points", "lines"])
+def test_a_dollar_in_a_name_is_a_dollar(kind, tmp_path):
+    name = r"$\foo$"  # no formula, nor one that matplotlib could draw
+    points = [Point(place if kind == "lines" else name, 1e-6, text=name) for place in (1.0, 2.0)]
+    panel = Panel([Series(name, points), Series("$n$", points)], title=name, limits=[Limit(1e-6, name)])
+    drawn = draw_chart(Chart("names", kind, [panel], Axis(name), "Names.", "Names", places=Axis(name)))
+    save(drawn, tmp_path / "names.svg")
+    assert not [text for text in drawn.findobj(Text) if text.get_parse_math() and "$" in text.get_text()]
 
 
 def test_a_figure_has_greys_for_a_dark_page(tmp_path):

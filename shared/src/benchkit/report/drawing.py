@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as MatplotlibFigure
@@ -67,15 +68,18 @@ def draw_chart(chart: Chart) -> MatplotlibFigure:
     canvases = [
         _Canvas(axes, chart, panel, categories, looks) for axes, panel in zip(places, chart.panels, strict=False)
     ]
-    for canvas in canvases:
-        canvas.draw()
-    for canvas in canvases:  # once everything is drawn: axes that are shared end where the last of their panels ends
-        canvas.scale()
-    for axes in places[: len(chart.panels)]:
-        outer = places.index(axes) + columns >= len(chart.panels)
-        axes.tick_params(labelbottom=outer or (lying and chart.share != "all"))
-    _name_axes(figure, places, chart, lying)
-    _legend(figure, chart, places)
+    with rc_context({"text.parse_math": False}):  # texts that are made here do not have the style of new_panels
+        for canvas in canvases:
+            canvas.draw()
+        for (
+            canvas
+        ) in canvases:  # once everything is drawn: axes that are shared end where the last of their panels ends
+            canvas.scale()
+        for axes in places[: len(chart.panels)]:
+            outer = places.index(axes) + columns >= len(chart.panels)
+            axes.tick_params(labelbottom=outer or (lying and chart.share != "all"))
+        _name_axes(figure, places, chart, lying)
+        _legend(figure, chart, places)
     return figure
 
 

@@ -40,6 +40,7 @@ _STYLE = {
     "figure.facecolor": "white",  # an SVG without a background is unreadable on a dark page; see _DARK
     "svg.hashsalt": "benchkit",  # equal data give equal files
     "svg.fonttype": "path",
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "hatch.linewidth": 0.6,
 }
 
