@@ -55,10 +55,11 @@ def test_at_least_eighty_causes_hold_on_the_tested_torch():
     assert {CAUSES[name].kind for name in hold} == {"break", "recompile", "silent"}
 
 
-def test_every_version_has_an_outcome_of_every_cause():
+def test_every_cause_has_an_outcome_and_every_outcome_a_cause():
     assert list(recorded()) == ["2.10.0", "2.11.0", "2.13.0", "2.15.0"]
+    assert set(recorded()["2.13.0"]) == set(CAUSES)  # who adds a cause need not have the other versions
     for outcomes in recorded().values():
-        assert set(outcomes) == set(CAUSES)
+        assert set(outcomes) <= set(CAUSES)
 
 
 def test_the_recorded_outcomes_are_written_as_they_are_read():
@@ -97,7 +98,7 @@ def test_a_recorded_guard_names_no_machine():
 
 
 def seen_on_all(name):
-    return [each for outcomes in recorded().values() for each in outcomes[name].seen]
+    return [each for outcomes in recorded().values() if name in outcomes for each in outcomes[name].seen]
 
 
 def test_every_rewrite_is_of_a_cause():
@@ -151,8 +152,15 @@ GUARDED_BY = {"growing-sequence": "return torch.cat([cache, x]).sum(0)", "counte
 ALIKE = {"static-shapes": "last-batch"}
 
 
-@pytest.mark.parametrize("version", recorded())
-@pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.kind == "recompile"])
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        (name, version)
+        for name, cause in CAUSES.items()
+        for version in recorded()
+        if cause.kind == "recompile" and name in recorded()[version]
+    ],
+)
 def test_a_recompilation_is_recognised_by_its_guard(name, version):
     outcome = recorded()[version][name]
     assert outcome.happens

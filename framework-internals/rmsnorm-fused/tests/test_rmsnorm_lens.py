@@ -540,6 +540,10 @@ def test_a_library_that_is_not_there_is_absent_with_the_remedy(monkeypatch):
     assert "the extra `peers` installs it" in absent[QUACK]
 
 
+def test_every_peer_has_its_line_without_which_no_table_shows_it():
+    assert candidates._PEERS.keys() <= candidates.ABOUT.keys()
+
+
 def test_on_a_cpu_every_back_end_takes_part_or_says_why():
     found, absent = candidates.usable("cpu")
     assert {EAGER, TORCH} <= found.keys()

@@ -72,10 +72,11 @@ def units(*, cuda: bool, anywhere: bool) -> list[Unit]:
     for level, instructions in levels.items():
         units.append(Unit(CSRC / "flash_attention" / "cpu.cpp", _level_flags(level, instructions)))
     units.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
-    for name in ("adamw", "bias_gelu", "bias_gelu/glu", "conv_bn_relu", "cross_entropy", "mm", "rotary", "scale"):
+    by_level = [folder for folder in folders if folder.name not in ("vector_add", "flash_attention")]
+    for path in sorted(path for folder in by_level for path in folder.rglob("cpu.cpp")):
         for level, instructions in instruction_levels().items():
             if level in levels:
-                units.append(Unit(CSRC / name / "cpu.cpp", _level_flags(level, instructions)))
+                units.append(Unit(path, _level_flags(level, instructions)))
     units.append(Unit(CSRC / "scale" / "module.cpp", headers))
     if (jax_headers := _jax_headers()) is not None:
         units.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
