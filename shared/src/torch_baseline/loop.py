@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchkit import UserError, environment
 from benchkit.device import Device
@@ -108,6 +112,7 @@ class Place:
         agreed_end: Of several processes, which get SIGTERM at different steps: called after each call of
             :meth:`Trainer.take_steps` with whether this one got it, whether all of them end here. None where a process
             decides alone.
+        gather: Of several processes: returns the same row of numbers of all processes, one below the other.
     """
 
     device: Device
@@ -119,6 +124,7 @@ class Place:
     ends_itself: bool
     about: Mapping[str, Any]
     agreed_end: Callable[[bool], bool] | None = None
+    gather: Callable[[NDArray[np.uint32]], NDArray[np.uint32]] | None = None
 
 
 def load_text(model: GPTConfig, config: TrainConfig) -> Corpus:
@@ -149,10 +155,12 @@ def train(
         report: Called in every process with each event.
 
     Raises:
-        UserError: If the output folder contains another run or cannot be written, or the checkpoint does not fit.
+        UserError: If the output folder contains another run or cannot be written, the checkpoint does not fit, or
+            processes have different settings.
         NonFiniteError: If a loss or gradient is not finite; the message names the step and the parameter or gradient.
         Terminated: After a SIGTERM, when the step is finished and its checkpoint written.
     """
+    _require_same_settings(trainer.place, model, config, corpus, resume=resume)
     _start_or_resume(trainer, model, config, corpus, resume=resume)
     folder = config.out if trainer.place.is_main else None
     with nullcontext() if folder is None else only_writer(folder):
@@ -328,6 +336,20 @@ def _start_or_resume(trainer: Trainer, model: GPTConfig, config: TrainConfig, co
             f"the run in {config.out} has stopped early, after step {trainer.step}; with a patience above "
             f"{trainer.stale}, or 0 for none, it goes on"
         )
+
+
+def _require_same_settings(
+    place: Place, model: GPTConfig, config: TrainConfig, corpus: Corpus, *, resume: bool
+) -> None:
+    """Check that processes which a command each has started take the same steps: their weights would drift apart."""
+    if place.gather is None:
+        return
+    settings = {**asdict(model), **config.as_plain(), **place.about, "data": corpus.sha256, "resume": resume}
+    del settings["out"]  # each may have a folder of its own
+    hashes = [zlib.crc32(repr(value).encode()) for value in settings.values()]
+    of_all = place.gather(np.array(hashes, np.uint32))
+    if different := [name for name, of_one in zip(settings, of_all.T, strict=True) if len(set(of_one)) > 1]:
+        raise UserError(f"the processes differ in {', '.join(different)}; start all of them with the same options")
 
 
 def _require_empty(folder: Path) -> None:

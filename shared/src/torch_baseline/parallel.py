@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -203,6 +205,12 @@ class World:
         total = value.clone()
         dist.all_reduce(total)
         return total / self.size
+
+    def gather(self, row: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Return the rows of all processes, one below the other."""
+        rows: list[NDArray[np.uint32]] = [row] * self.size
+        dist.all_gather_object(rows, row)
+        return np.stack(rows)
 
 
 def _grouped(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:

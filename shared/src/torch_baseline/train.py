@@ -365,6 +365,7 @@ class TorchTrainer(Learner):
             ends_itself=True,
             about={},
             agreed_end=world.anywhere if world.size > 1 else None,
+            gather=world.gather if world.size > 1 else None,
         )
 
     @property

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
-from torch_baseline import parallel
+from torch_baseline import loop, parallel
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT
 from torch_baseline.parallel import join_world
@@ -212,6 +214,21 @@ def test_processes_and_settings_must_go_together(monkeypatch):
         join_world(config, "cpu"),
     ):
         pass
+
+
+def test_processes_of_other_settings_or_another_text_do_not_train_together():
+    """A command may have started each; with another rate, their weights would drift apart."""
+    model, corpus = GPTConfig(), SimpleNamespace(sha256="ab")
+    rows = []
+
+    def processes(config, text, out):
+        place = SimpleNamespace(about={}, gather=lambda row: rows.append(row) or np.stack(rows))
+        loop._require_same_settings(place, model, replace(config, out=out), text, resume=False)
+
+    processes(TrainConfig(), corpus, Path("here"))
+    processes(TrainConfig(), corpus, Path("there"))
+    with pytest.raises(UserError, match=r"the processes differ in lr, data; start all of them with the same options"):
+        processes(TrainConfig(lr=0.1), SimpleNamespace(sha256="cd"), None)
 
 
 @pytest.mark.parametrize(

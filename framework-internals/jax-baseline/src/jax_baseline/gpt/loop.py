@@ -168,6 +168,7 @@ class JaxTrainer(Trainer):
             ends_itself=not several,
             about={"framework": f"jax {jax.__version__}", "execution": asdict(self._execution)},
             agreed_end=self._agreed_end if several and jax.config.jax_enable_preemption_service else None,
+            gather=multihost_utils.process_allgather if several else None,
         )
 
     def _agreed_end(self, _: bool) -> bool:
