@@ -276,6 +276,24 @@ PLANTED = {
         lambda x: jnp.where(SPARSE >= 0, optax.softmax_cross_entropy_with_integer_labels(x, abs(SPARSE) % 6), 0).mean(),
         "the sum divided by the number of all targets, ignored ones too,",
     ),
+    "a sum of losses": (
+        ROWS,
+        lambda x: functional.cross_entropy(x, torch.from_numpy(abs(SPARSE) % 6)),
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(x, abs(SPARSE) % 6).sum(),
+        "reduction='sum' instead of 'mean'",
+    ),
+    "a temperature before the loss": (
+        ROWS,
+        lambda x: functional.cross_entropy(x, torch.from_numpy(abs(SPARSE) % 6)),
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(x / 1.5, abs(SPARSE) % 6).mean(),
+        "the operand divided by 1.5",
+    ),
+    "losses of ignored targets": (
+        ROWS,
+        lambda x: functional.cross_entropy(x, torch.from_numpy(abs(SPARSE) % 6), ignore_index=0),
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(x, abs(SPARSE) % 6).mean(),
+        "no target ignored",
+    ),
     "a sum of losses by row": (
         ROWS,
         lambda x: functional.binary_cross_entropy_with_logits(x, torch.ones(9, 6).double()),
@@ -348,6 +366,7 @@ FAST = (
     "running statistics in float32", "heads split in another order", "epsilon behind what is written into views",
     "another activation inside shard_map", "a softmax in float32", "SAME padding", "groups", "a forget bias",
     "no label smoothing", "the reset gate", "no mask that is added by hand", "no residual", "no added bias",
+    "a sum of losses", "a temperature before the loss", "losses of ignored targets",
 )  # fmt: skip
 
 

@@ -189,15 +189,20 @@ class _Trial:
     def changes(self, constants: Sequence[float]) -> list[str]:
         """The changes, in words, after which JAX computes the same; those of the operation itself first."""
         assert self._first.call is not None
-        by_argument: dict[str, str] = {}  # another value of the same argument is no other cause
-        for change, value in variants(self._first.call, constants):
-            if self._explains(self._first.number, value):
-                by_argument.setdefault(change.partition("=")[0], change)
-        if by_argument:
-            return list(by_argument.values())
+        if found := self._explaining(self._first.number, variants(self._first.call, constants)):
+            return found
         # What is moved to another place is followed by other operations.
         moved = [change for change, value in self._before_the_product() if self._meets(self._first.number, value)]
-        return list(dict.fromkeys(moved or (*self._changed_before(), *self._changed_loss(), *self._other_rotation())))
+        elsewhere = (*self._changed_before(), *self._changed_loss(constants), *self._other_rotation())
+        return list(dict.fromkeys(moved or elsewhere))
+
+    def _explaining(self, number: int, tried: Variants) -> list[str]:
+        """The changes of an operation after which JAX computes the same."""
+        by_argument: dict[str, str] = {}  # another value of the same argument is no other cause
+        for change, value in tried:
+            if self._explains(number, value):
+                by_argument.setdefault(change.partition("=")[0], change)
+        return list(by_argument.values())
 
     def is_left_out(self) -> bool:
         """Whether what follows the operation is computed in JAX from an operand of the operation instead."""
@@ -278,12 +283,20 @@ class _Trial:
                 ):
                     yield words
 
-    def _changed_loss(self) -> Iterator[str]:
-        """Changes of the loss that reads the first, which JAX may compute without torch's logarithms of a softmax."""
+    def _changed_loss(self, constants: Sequence[float]) -> Iterator[str]:
+        """Changes of the first or of the loss that reads it, where JAX may compute no logarithms of a softmax."""
+        assert self._first.call is not None
         for number in self._dependents(self._first.number):
             call = self._operations[number].call
             if call is not None and call.name in LOSSES:
-                yield from (words for words, value in other_operations(call) if self._explains(number, value))
+                yield from self._explaining(number, variants(call, ()))
+                of_first = (
+                    (words, result)
+                    for words, value in variants(self._first.call, constants)
+                    for later, result in self._replayed(self._first.number, value)
+                    if later == number
+                )
+                yield from self._explaining(number, of_first)
 
     def _other_rotation(self) -> Iterator[str]:
         """Rotary embeddings that pair neighbouring features instead of halves, or halves instead of neighbours."""

@@ -50,7 +50,8 @@ _EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-12, 0.0)
 _SMALLEST = torch.finfo(torch.float64).eps
 _SMOOTHING = (0.1, 0.2, 0.05, 0.01)
 _REDUCTIONS = ("none", "mean", "sum")
-_SIZES = ("N", "C", "HxW")  # of native_group_norm, which reads as many numbers as they say
+# Sizes of native_group_norm, which reads as many numbers as they say; and the ignored target: other numbers do alike.
+_NOT_CHANGED = ("N", "C", "HxW", "ignore_index")
 # Operators of torch's own use that check their whole numbers. Others, such as a norm of weights, read beyond memory.
 _CHECKED = ("_softmax", "_log_softmax")
 _LEFT_OUT = ("bias", "weight", "pos_weight")
@@ -112,7 +113,7 @@ def _others(name: str, given: Any, call: Call, constants: Sequence[float]) -> Se
         return [other for other in (0, 1) if other != (1 if given is None else given)]
     if name == "reduction":
         return [other for other in range(len(_REDUCTIONS)) if other != given]
-    if isinstance(given, int) and name not in _SIZES and (call.name[0] != "_" or call.name in _CHECKED):
+    if isinstance(given, int) and name not in _NOT_CHANGED and (call.name[0] != "_" or call.name in _CHECKED):
         return [other for other in range(-2, 4) if other != given]
     if isinstance(given, list) and given and isinstance(given[0], int) and len(set(given)) == 1:
         return [[other] * len(given) for other in range(-2, 4) if other != given[0]]
@@ -212,6 +213,9 @@ def _other_means(call: Call) -> Variants:
         yield "the sum divided by the number of targets instead of their weights'", total / known.sum()
     if not known.all():
         yield "the sum divided by the number of all targets, ignored ones too,", total / known.numel()
+        every = call.again(ignore_index=-1) if int(asked["target"].min()) >= 0 else None
+        if every is not None:
+            yield "no target ignored", every
 
 
 def _other_kernels(call: Call) -> Variants:
