@@ -22,7 +22,7 @@ from benchkit.device import resolve_device
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import LARGEST_SEED, GPTConfig, TrainConfig
 from torch_baseline.loop import BEST, LAST, NonFiniteError, Terminated
-from torch_baseline.parallel import RankFailed, launch, require_equal_shares, started_by_torchrun
+from torch_baseline.parallel import RankFailed, is_first_process, launch, require_equal_shares, started_by_torchrun
 from torch_baseline.records import Event, Start, StepLog, Summary, ValidationLog
 from torch_baseline.sample import model_from_checkpoint, sample_bytes
 from torch_baseline.train import train
@@ -53,7 +53,7 @@ def one_line_ends(command: str) -> Iterator[None]:
     try:
         yield
     except (NonFiniteError, Terminated) as error:
-        if not (started_by_torchrun() and os.environ["RANK"] != "0"):
+        if is_first_process():
             print(f"{command}: {error}", file=sys.stderr)
         raise typer.Exit(1 if isinstance(error, NonFiniteError) else 128 + signal.SIGTERM) from None
 
@@ -118,8 +118,7 @@ def train_command(
         _launch(processes, config)
         return
     # Of several processes every one reports the same, and one prints it.
-    quiet = config.parallel != "none" and os.environ.get("RANK", "0") != "0"
-    log = RunLog(Console(highlight=False, quiet=quiet), config.steps)
+    log = RunLog(Console(highlight=False, quiet=not is_first_process()), config.steps)
     with one_line_ends("torch_baseline"):
         log.summary(train(model_config, config, device=resolve_device(device), resume=resume, report=log))
 

@@ -232,6 +232,11 @@ def started_by_torchrun() -> bool:
     return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
+def is_first_process() -> bool:
+    """Whether this process is alone, or the first of several."""
+    return not started_by_torchrun() or os.environ["RANK"] == "0"
+
+
 def require_equal_shares(config: TrainConfig, processes: int) -> None:
     """Check that every process gets as many sequences of each micro-batch.
 

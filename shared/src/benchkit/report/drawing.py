@@ -71,9 +71,7 @@ def draw_chart(chart: Chart) -> MatplotlibFigure:
     with rc_context({"text.parse_math": False}):  # texts that are made here do not have the style of new_panels
         for canvas in canvases:
             canvas.draw()
-        for (
-            canvas
-        ) in canvases:  # once everything is drawn: axes that are shared end where the last of their panels ends
+        for canvas in canvases:  # when all are drawn: axes that are shared end where the last of their panels ends
             canvas.scale()
         for axes in places[: len(chart.panels)]:
             outer = places.index(axes) + columns >= len(chart.panels)
