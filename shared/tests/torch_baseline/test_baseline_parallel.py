@@ -26,6 +26,8 @@ from torch_baseline.train import train
 
 TORCHRUNS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
+NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -161,10 +163,13 @@ def test_ranks_that_wait_end_with_what_started_them(tmp_path, number, status):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu, NEEDS_TWO_GPUS])]
+)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_processes_that_are_asked_to_end_save_the_same_step(kind, alone, tmp_path):
+def test_processes_that_are_asked_to_end_save_the_same_step(kind, device, alone, tmp_path):
     out = tmp_path / "run"
-    with start_two(tmp_path, kind, out, "cpu", "waits") as processes:
+    with start_two(tmp_path, kind, out, device, "waits") as processes:
         while not (out / "metrics.jsonl").exists() or len(losses(out)) < 2:
             time.sleep(0.1)
         processes.send_signal(signal.SIGTERM)
@@ -190,7 +195,7 @@ def test_a_run_goes_on_with_more_processes(alone, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@NEEDS_TWO_GPUS
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_gpus_take_the_steps_of_one(alone, tmp_path, kind):
     run_two(tmp_path, kind, tmp_path / kind, "cuda")
