@@ -204,6 +204,12 @@ def test_the_cause_of_a_recompilation_is_its_guards_and_not_its_lines(text, caus
     assert found.cause == cause
 
 
+def test_a_number_that_the_graph_takes_as_a_tensor_is_named_as_in_the_code():
+    text = "0/0: ___as_tensor(___stack0).item() == 0.5  # begin()  # model.py:9 in forward"
+    (found,) = read_events([Event("recompile_reasons", "0/1", {}, json.dumps([text]))]).recompiles
+    assert found.guard == "___stack0 == 0.5"
+
+
 @pytest.mark.parametrize(
     ("guard", "sentence"),
     [

@@ -31,6 +31,8 @@ from compile_bench.capture.trace import (
     registry_number,
 )
 
+# How a guard names a Python float that the graph takes as a tensor: the float is what changed.
+_NUMBER_AS_TENSOR = re.compile(r"___as_tensor\((.+?)\)\.item\(\)")
 _GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
 _GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
 _GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
@@ -426,7 +428,8 @@ def _guard(event: Event, compilations: _Compilations, user_code: UserCodeFilter)
     if not stack and made_at and frame.file.endswith(made_at["file"]):  # PyTorch leaves out the path's first folders
         source = "".join(first_line[: made_at.start()].split("  # ", 1)[1:]).strip()
         stack = (Frame(frame.file, int(made_at["line"]), frame.function, source),)
-    return _Guard(event.compile_id, one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0]), stack or (frame,))
+    text = one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0])
+    return _Guard(event.compile_id, _NUMBER_AS_TENSOR.sub(r"\1", text), stack or (frame,))
 
 
 def _recompile(guard: _Guard, compilations: _Compilations, user_code: UserCodeFilter) -> Recompile:
