@@ -593,3 +593,28 @@ def test_random_numbers_for_a_later_call_are_not_compared_and_nan_that_stays_hid
 
     accuracy = compare_with_eager(made, drawing, model, train=False)
     assert (accuracy.holds, accuracy.tensors) == (True, 2)  # the output and the scratch
+    assert accuracy.left_out == ("noise",)
+    assert accuracy.gap == "; not compared, since random or not finite by itself: noise"
+
+
+class Shifting(nn.Module):
+    """It writes one view of a buffer and reads another that overlaps it."""
+
+    def forward(self, x, written, read):
+        written[:, :4] = x
+        return read * 2
+
+
+def test_arguments_that_overlap_in_memory_still_do_in_copies_and_in_float64():
+    base = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    made = Target(Shifting(), (torch.ones(4, 4), base[:, :20], base[:, 2:22]))
+    model = made.copied()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(*made.args)
+    base.zero_()
+    accuracy = compare_with_eager(made, compiled, model, train=False)
+    assert (accuracy.wrong, accuracy.left_out, accuracy.tensors) == ("", (), 3)
+    assert accuracy.output.eager == 0.0  # eager and float64 have read what was written
+    moved = made.moved("meta")
+    assert moved.args[1]._base is moved.args[2]._base
+    assert base.eq(0.0).all()

@@ -271,4 +271,4 @@ def _accuracy(bench: Bench) -> str:
     outside = (pair for pair in (accuracy.output, accuracy.gradient) if pair is not None and not pair.holds)
     shown = next(outside, accuracy.output)
     text = f"{within} the bound, {compared} against float64"
-    return f"{text}; {shown.name} error {size(shown.compiled)}, eager {size(shown.eager)}"
+    return f"{text}; {shown.name} error {size(shown.compiled)}, eager {size(shown.eager)}{accuracy.gap}"

@@ -27,7 +27,7 @@ target's model and with arguments of its own.
 
 What the call writes is compared like an output: parameters, buffers, tensors that modules keep as attributes, and
 arguments, those inside objects such as a cache too. Only elements count that any of the computations changed, since
-the others would hide one position of a long cache. What another seed changes is left out.
+the others would hide one position of a long cache. What another seed changes is named and left out.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Mo
         return Accuracy(wrong=f"the compiled call raised {first_line(error)}")
     eager = _eager(target, train=train)
     exact = _exact(target, train=train)
-    if wrong := _add_written(target, ours, eager, exact, train=train):
+    wrong, left_out = _add_written(target, ours, eager, exact, train=train)
+    if wrong:
         return Accuracy(wrong=wrong, tensors=len(exact.values))
     if unfinished := [name for name, value in exact.values.items() if not comparable(name, eager.values[name], value)]:
         raise _Incomparable(f"eager's own results are not finite: {_named(unfinished)}")
@@ -212,6 +213,7 @@ def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Mo
         output=pairs[0],
         gradient=max(others, key=lambda pair: pair.compiled / pair.bound, default=None),
         tensors=len(others) + (train or "output 1" not in exact.values),
+        left_out=left_out,
     )
 
 
@@ -318,32 +320,41 @@ def _changed(tensor: Tensor, before: Tensor | None) -> Tensor:
     return (now != then) & ~(now.isnan() & then.isnan())
 
 
-def _add_written(target: Target, ours: _Results, eager: _Results, exact: _Results, *, train: bool) -> str:
-    """Add what the three computations wrote to their values, as vectors; returns what is wrong apart from rounding."""
+def _add_written(
+    target: Target, ours: _Results, eager: _Results, exact: _Results, *, train: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Add what the three computations wrote to their values, as vectors.
+
+    Returns what is wrong apart from rounding, and the names of what cannot be compared.
+    """
     names = {name: None for results in (eager, ours, exact) for name in results.written}
     if not names:
-        return ""
+        return "", ()
+    left_out = []
     before, allowance = _held(target.model, target), rounding_allowance(target)
     other_seed = _eager(target, train=train, seed=1)
     for name in names:
         tensors = [results.written.get(name, before.get(name)) for results in (ours, eager, exact, other_seed)]
         own, plain, wide, again = tensors
         if (described := _described(own)) != _described(plain):
-            return f"the compiled step leaves {described} in {name} instead of {_described(plain)}"
-        if own is None or plain is None or wide is None or again is None or plain.shape != wide.shape != again.shape:
+            return f"the compiled step leaves {described} in {name} instead of {_described(plain)}", ()
+        if own is None or plain is None or wide is None or again is None or {wide.shape, again.shape} != {plain.shape}:
+            left_out.append(name)
             continue
         old = before.get(name)
         changed = _changed(own, old) | _changed(plain, old) | _changed(wide, old)
         vectors = [vector(tensor)[changed] for tensor in (plain, own, wide)]
         label = f"{WRITTEN} {name}"
-        if not comparable(label, vectors[0], vectors[2]):
-            continue
         seeded = (label, vectors[0], vector(again)[changed], vectors[2])
-        if not (error_pair(*seeded, allowance) if has_rounding(plain) else _unlike(*seeded)).holds:
+        if (
+            not comparable(label, vectors[0], vectors[2])
+            or not (error_pair(*seeded, allowance) if has_rounding(plain) else _unlike(*seeded)).holds
+        ):
+            left_out.append(name)
             continue
         for results, values in zip((eager, ours, exact), vectors, strict=True):
             (results.values if has_rounding(plain) else results.chosen)[label] = values
-    return ""
+    return "", tuple(left_out)
 
 
 def _described(tensor: Tensor | None) -> str:
@@ -482,7 +493,7 @@ def _parts(exact: Tensor) -> Iterator[Tensor]:
 
 def widened(target: Target) -> Target:
     """The target in float64, without autocast."""
-    wide = target.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    wide = target.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, elementwise=True)
     return replace(wide, model=target.copied().double(), autocast=None)
 
 

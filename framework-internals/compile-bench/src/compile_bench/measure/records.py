@@ -108,11 +108,18 @@ class Accuracy:
     # What is wrong other than an error's size: the compiled call raised, lacks a gradient, or gives NaN or infinity
     # where eager and float64 do not. Empty otherwise.
     wrong: str = ""
+    left_out: tuple[str, ...] = ()  # what the step writes and could not be compared: random, or not finite in eager
 
     @property
     def holds(self) -> bool:
         """Whether everything that was compared exists, is finite and is within its bound."""
         return not self.wrong and all(pair.holds for pair in (self.output, self.gradient) if pair is not None)
+
+    @property
+    def gap(self) -> str:
+        """The end of a sentence: what the comparison leaves out; empty if nothing."""
+        names = ", ".join(self.left_out[:3]) + (f" and {len(self.left_out) - 3} more" if len(self.left_out) > 3 else "")
+        return f"; not compared, since random or not finite by itself: {names}" if names else ""
 
 
 @dataclass(frozen=True)

@@ -108,23 +108,26 @@ class Target:
         """The tensors among the arguments."""
         return [tensor for _, tensor in named_tensors((self.args, dict(self.kwargs)))]
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Target:
-        """The same target with every tensor among its arguments changed, once where it occurs several times."""
-        args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
+    def mapped(self, change: Callable[[Tensor], Tensor], *, elementwise: bool = False) -> Target:
+        """The same target with every tensor among its arguments changed, see :func:`map_tensors`."""
+        args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)), elementwise=elementwise)
         return replace(self, args=args, kwargs=kwargs)
 
     def with_own_arguments(self) -> Target:
         """The same target with copies of its arguments, into which a call may write; no tensor becomes two."""
+        arguments = (self.args, dict(self.kwargs))
         try:
-            args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
+            args, kwargs = copy.deepcopy(arguments, _changed_views(torch.clone, arguments))
         except Exception:  # whatever deepcopy raises, such as for a tensor that was computed with a gradient
-            return self.mapped(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+            return self.mapped(
+                lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), elementwise=True
+            )
         return replace(self, args=args, kwargs=kwargs)
 
     def moved(self, device: Device) -> Target:
         """The same target with model, arguments and schedule on a device. The schedule becomes a tuple."""
         return replace(
-            self.mapped(partial(_moved, device=device)),
+            self.mapped(partial(_moved, device=device), elementwise=True),
             model=self.model.to(device),
             schedule=tuple(_move(entry, device) for entry in self.schedule),
         )
@@ -264,9 +267,13 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
     return pytree.tree_map(changed, tree)
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """A copy of nested containers and objects with every tensor changed, once where it occurs several times."""
-    once = cache(change)
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any, *, elementwise: bool = False) -> Any:
+    """A copy of nested containers and objects with every tensor changed, once where it occurs several times.
+
+    Of an ``elementwise`` change, which keeps shapes, the results share memory where the tensors do.
+    """
+    views = _changed_views(change, tree) if elementwise else {}
+    once = cache(lambda tensor: views[id(tensor)] if id(tensor) in views else change(tensor))
     memo: dict[int, Any] = {id(tensor): once(tensor) for _, tensor in named_tensors(tree)}
     # Modules are shared: one may be a part of the model.
     memo |= {id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, nn.Module)}
@@ -274,6 +281,35 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return copy.deepcopy(tree, memo)
     except Exception:  # whatever deepcopy raises, such as for a lock
         return map_leaves(lambda leaf: once(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _changed_views(change: Callable[[Tensor], Tensor], tree: Any) -> dict[int, Tensor]:
+    """By identity, what an elementwise change makes of tensors that share their memory: views of one changed tensor.
+
+    Compiled code takes a view by its base, so a copy has a base of the same shape.
+    """
+    sharing: dict[tuple[int, torch.dtype], dict[int, Tensor]] = {}
+    for _, tensor in named_tensors(tree):
+        if type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.requires_grad:
+            sharing.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), {})[id(tensor)] = tensor
+    views: dict[int, Tensor] = {}
+    for tensors in sharing.values():
+        base, *others = {id(base): base for base in map(_base, tensors.values())}.values()
+        if len(tensors) == 1 or others:
+            continue
+        changed = change(base)
+        if changed is base or changed.stride() != base.stride():
+            continue
+        changed = changed.detach()
+        for identity, tensor in tensors.items():
+            offset = tensor.storage_offset() - base.storage_offset()
+            views[identity] = changed if tensor is base else changed.as_strided(tensor.shape, tensor.stride(), offset)
+    return views
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """The tensor that this one is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _fields(instance: Any) -> list[str]:
