@@ -730,6 +730,18 @@ def test_vmap_is_a_loop_over_samples_without_a_warning(name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_vmap_takes_operators_with_lists_among_their_arguments() -> None:
+    x, weight, scale, shift = conv_arguments(torch.float32)
+    images = torch.stack([x, 2 * x], 1)
+    found = torch.vmap(lambda x: custom_ops.conv_bn_relu(x, weight, scale, shift, stride=2, padding=1), 1)(images)
+    each = [custom_ops.conv_bn_relu(image, weight, scale, shift, stride=2, padding=1) for image in (x, 2 * x)]
+    assert torch.equal(found, torch.stack(each))
+    norm = torch.ops.custom_ops.gradient_norm
+    gradients = torch.randn(3, 5)
+    found = torch.vmap(lambda mapped: norm([mapped, shift]))(gradients)
+    assert torch.equal(found, torch.stack([norm([gradient, shift]) for gradient in gradients]))
+
+
 def test_a_flag_that_is_no_bool_is_named() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(TypeError, match="flash_attention: argument 'causal': expected True or False, got str"):

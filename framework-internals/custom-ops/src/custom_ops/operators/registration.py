@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.utils import _pytree as pytree
 
 NAMESPACES = ("custom_ops", "custom_ops_kernels")
 
@@ -148,11 +149,17 @@ def _first_call(operator: Any, load: Callable[[], object]) -> Callable[..., Any]
 
 def _mapped(operator: Any, batched: Callable[..., Any] | None, info: Any, dims: Any, *arguments: Any) -> Any:
     """The rule of ``torch.library.register_vmap``."""
-    moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, dims, strict=True)]
-    mapped = [dim is not None for dim in dims]
-    results = None if batched is None or info.batch_size == 0 else batched(operator, moved, mapped, info.batch_size)
+    leaves, tree = pytree.tree_flatten(arguments)  # a stride is a list of numbers, and some operators take many tensors
+    leaf_dims = pytree.tree_leaves(dims)
+    moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(leaves, leaf_dims, strict=True)]
+    mapped = [dim is not None for dim in leaf_dims]
+
+    def call(*leaves: Any) -> Any:
+        return operator(*pytree.tree_unflatten(leaves, tree))
+
+    results = None if batched is None or info.batch_size == 0 else batched(call, moved, mapped, info.batch_size)
     if results is None:
-        results = each_sample(operator, moved, mapped, info.batch_size)
+        results = each_sample(call, moved, mapped, info.batch_size)
     return results, (0,) * len(results) if isinstance(results, tuple) else 0
 
 
