@@ -618,3 +618,13 @@ def test_arguments_that_overlap_in_memory_still_do_in_copies_and_in_float64():
     moved = made.moved("meta")
     assert moved.args[1]._base is moved.args[2]._base
     assert base.eq(0.0).all()
+
+
+def test_nested_tensors_are_compared():
+    torch.manual_seed(0)
+    nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)
+    made = Target(nn.Linear(4, 4), (nested,))
+    model = made.copied()
+    accuracy = compare_with_eager(made, model, model, train=False)
+    assert (accuracy.skipped, accuracy.holds, accuracy.output.eager > 0.0) == ("", True, True)
+    assert not compare_with_eager(made, lambda x: model(x) * 1.01, model, train=False).holds

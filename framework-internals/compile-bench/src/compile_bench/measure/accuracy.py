@@ -358,7 +358,11 @@ def _add_written(
 
 
 def _described(tensor: Tensor | None) -> str:
-    return "no tensor" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if tensor is None:
+        return "no tensor"
+    # Two ragged sizes that are equal have different symbols, and another nested tensor has no sizes.
+    sizes = [list(part.shape) for part in tensor.unbind()] if tensor.is_nested else list(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{sizes}"
 
 
 def _results(
@@ -386,7 +390,7 @@ def _results(
     held = _held(model, asked).items()
     written = {name: tensor.detach().clone() for name, tensor in held if _changed(tensor, before.get(name)).any()}
     tensors = dict(zip(output_names(output), tensors_in(output), strict=True))
-    signature = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors.values())
+    signature = tuple(map(_described, tensors.values()))
     chosen = {name: tensor for name, tensor in tensors.items() if not has_rounding(tensor)}
     single = {name: vector(tensor) for name, tensor in tensors.items() if has_rounding(tensor)}
     if not train:
@@ -423,8 +427,10 @@ def output_names(output: Any) -> list[str]:
 
 
 def vector(tensor: Tensor) -> Tensor:
-    """All elements of a tensor in float64. A sparse tensor is made dense; a complex one has two elements for each."""
+    """All elements of a tensor in float64. Sparse ones are made dense; a complex one is two elements."""
     elements = tensor.detach()
+    if elements.is_nested:
+        elements = torch.cat([part.flatten() for part in elements.unbind()])
     if elements.layout != torch.strided:
         elements = elements.to_dense()
     if elements.is_complex():
