@@ -124,10 +124,10 @@ def train_command(
 
 
 def _launch(processes: int, config: TrainConfig) -> None:
-    """Run this command in several processes.
+    """Run this command in several processes. If one fails, say what the run keeps, and exit with its status.
 
     Raises:
-        UserError: If the batch cannot be divided among them, or one fails, with what the run keeps.
+        UserError: If the batch cannot be divided among them.
     """
     if config.parallel == "none":
         raise UserError(
@@ -143,7 +143,8 @@ def _launch(processes: int, config: TrainConfig) -> None:
             kept = f"{config.out} has a checkpoint; continue with --resume, with any number of processes"
             if written == before:  # the processes may have refused to continue it
                 kept = f"the checkpoint in {config.out} is as it was"
-        raise UserError(f"{error}; {kept}") from None
+        print(f"torch_baseline: {error}; {kept}", file=sys.stderr)
+        raise typer.Exit(error.status) from None  # as of a run in one process that ends so
 
 
 def _written(config: TrainConfig) -> int | None:

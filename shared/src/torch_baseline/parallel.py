@@ -54,7 +54,15 @@ _UNTIL_KILLED = 30 - _UNTIL_ENDED
 
 
 class RankFailed(UserError):
-    """A process of several has ended before its work was done; the others have been ended."""
+    """A process of several has ended before its work was done; the others have been ended.
+
+    Attributes:
+        status: Exit status of the first that failed, as a shell gives it: 128 + the number of a signal that ended it.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def launch(processes: int, program: Sequence[str]) -> None:
@@ -94,15 +102,15 @@ def launch(processes: int, program: Sequence[str]) -> None:
     try:
         elastic_launch(config, sys.executable)(*program)
     except ChildFailedError as error:
-        raise RankFailed(f"{_first(error.failures, processes)}; the others were ended") from None
+        raise _first_failure(error.failures, processes) from None
     except SignalException as asked:
         if asked.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + asked.sigval) from None
 
 
-def _first(failures: Mapping[int, ProcessFailure], processes: int) -> str:
-    """Say which rank failed first: before one with a status one that was killed, whose end the others noticed.
+def _first_failure(failures: Mapping[int, ProcessFailure], processes: int) -> RankFailed:
+    """Name the rank that failed first: before one with a status one that was killed, whose end the others noticed.
 
     Those that torchrun ended because of it are among the failures, too.
     """
@@ -116,7 +124,8 @@ def _first(failures: Mapping[int, ProcessFailure], processes: int) -> str:
     rank = min(failures, key=order)
     code = failures[rank].exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    return f"rank {rank} of {processes} (process {failures[rank].pid}) {how}"
+    where = f"rank {rank} of {processes} (process {failures[rank].pid})"
+    return RankFailed(f"{where} {how}; the others were ended", code if code >= 0 else 128 - code)
 
 
 @dataclass(frozen=True)

@@ -121,13 +121,13 @@ def test_a_process_that_fails_is_one_line_that_says_what_is_kept(tmp_path, monke
         started.append((processes, program))
         if len(started) == 2:
             (tmp_path / "last.pt").touch()
-        raise RankFailed("rank 1 of 2 (process 7) was ended by SIGKILL; the others were ended")
+        raise RankFailed("rank 1 of 2 (process 7) was ended by SIGKILL; the others were ended", 137)
 
     monkeypatch.setattr(cli, "launch", fail)
     monkeypatch.delenv("RANK", raising=False)
     options = ["train", "--parallel", "ddp", "--processes", "2", "--out", str(tmp_path)]
     status, stdout, stderr = command(monkeypatch, capsys, *options)
-    assert (status, stdout) == (2, "")
+    assert (status, stdout) == (137, "")
     assert stderr.endswith("SIGKILL; the others were ended; nothing is kept without a checkpoint in --out\n")
     assert started == [(2, ["-m", "torch_baseline", *options])]
     assert "has a checkpoint; continue with --resume, with any number" in command(monkeypatch, capsys, *options)[2]

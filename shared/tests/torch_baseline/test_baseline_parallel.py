@@ -237,17 +237,19 @@ def test_processes_of_other_settings_or_another_text_do_not_train_together():
 
 
 @pytest.mark.parametrize(
-    ("failures", "said"),
+    ("failures", "said", "status"),
     [
-        ({0: (2, 100), 1: (-15, 100)}, "rank 0 .* ended with status 2"),  # torchrun ends the others
-        ({0: (2, 100), 1: (-9, 130)}, "rank 0 .* ended with status 2"),  # and kills one that does not end
-        ({0: (1, 100), 1: (-9, 101)}, "rank 1 .* was ended by SIGKILL"),  # whose end rank 0 noticed
-        ({0: (1, 101), 1: (1, 100)}, "rank 1 .* ended with status 1"),
+        ({0: (2, 100), 1: (-15, 100)}, "rank 0 .* ended with status 2", 2),  # torchrun ends the others
+        ({0: (2, 100), 1: (-9, 130)}, "rank 0 .* ended with status 2", 2),  # and kills one that does not end
+        ({0: (1, 100), 1: (-9, 101)}, "rank 1 .* was ended by SIGKILL", 137),  # whose end rank 0 noticed
+        ({0: (1, 101), 1: (1, 100)}, "rank 1 .* ended with status 1", 1),
     ],
 )
-def test_the_rank_that_failed_first_is_named(failures, said):
+def test_the_rank_that_failed_first_is_named(failures, said, status):
     ended = {rank: SimpleNamespace(exitcode=code, timestamp=when, pid=7) for rank, (code, when) in failures.items()}
-    assert re.match(said, parallel._first(ended, 2))
+    failed = parallel._first_failure(ended, 2)
+    assert re.match(said, str(failed))
+    assert failed.status == status
 
 
 def test_a_step_under_ddp_exchanges_gradients_alone(monkeypatch):
