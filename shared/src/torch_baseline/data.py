@@ -91,7 +91,7 @@ def require_length(corpus: Corpus, block_size: int) -> None:
         needed = next(size for size in itertools.count(block_size) if size - _cut(size) > block_size)
         raise UserError(
             f"{corpus.name} is too short: {total} bytes, but sequences of {block_size} need at least {needed} "
-            f"(a tenth is for validation); use a longer text or a smaller block size"
+            f"(a tenth is for validation); use a longer text"
         )
 
 
