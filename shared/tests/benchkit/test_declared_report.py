@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
 from matplotlib.text import Text
@@ -227,6 +228,18 @@ def test_a_dollar_in_a_name_is_a_dollar(kind, tmp_path):
     drawn = draw_chart(Chart("names", kind, [panel], Axis(name), "Names.", "Names", places=Axis(name)))
     save(drawn, tmp_path / "names.svg")
     assert not [text for text in drawn.findobj(Text) if text.get_parse_math() and "$" in text.get_text()]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # the font has none for a control character
+@pytest.mark.parametrize("kind", ["lines", "bars"])
+def test_a_name_of_any_characters_gives_a_figure_that_can_be_read_and_a_legend(kind, tmp_path):
+    names = ["_private", "a\x1b[1m\x00b", '<&--">']
+    series = [Series(name, [Point(1.0 if kind == "lines" else f"place {name}", 2.0)]) for name in names]
+    panel = Panel(series, limits=[Limit(1.0, names[1])])
+    drawn = draw_chart(Chart("names", kind, [panel], Axis("s"), "Names.", "Names", places=Axis("at")))
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == names
+    save(drawn, tmp_path / "names.svg")
+    assert "_private" in "".join(ElementTree.parse(tmp_path / "names.svg").getroot().itertext())  # noqa: S314 # our own
 
 
 def test_a_figure_has_greys_for_a_dark_page(tmp_path):

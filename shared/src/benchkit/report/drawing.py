@@ -334,10 +334,12 @@ def _name_axes(figure: MatplotlibFigure, places: Sequence[Axes], chart: Chart, l
 
 def _legend(figure: MatplotlibFigure, chart: Chart, places: Sequence[Axes]) -> None:
     """One legend below, in which equal series of several panels have one entry."""
+    names = {series.name for panel in chart.panels for series in panel.series}
     entries: dict[str, Any] = {}
     for axes in places:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            entries.setdefault(name, handle)
+        for artist in (*axes.lines, *axes.containers):  # get_legend_handles_labels leaves out names that begin with _
+            if (name := str(artist.get_label())) in names:
+                entries.setdefault(name, artist)
     if not chart.legend or len(entries) < 2:
         return
     where = "outside lower center" if len(chart.panels) == 1 else "outside upper center"  # clear of the common label

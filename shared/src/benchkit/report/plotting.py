@@ -85,8 +85,11 @@ def save(figure: Figure, path: Path) -> None:
         lambda artist: f"<g><title>{escape(unquote(artist[1].decode()))}</title>".encode(), drawn.getvalue()
     )
     content = content.replace(b"<defs>", f"<style>{_dark_style()}</style>\n <defs>".encode(), 1)
-    write_bytes_atomically(path, content)
+    write_bytes_atomically(path, _NOT_XML.sub("\ufffd".encode(), content))
 
+
+# Control characters of a name, which stand in titles and comments: no XML may contain them, not even as an escape.
+_NOT_XML = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 
 # matplotlib writes an artist's id into the SVG, but has no place for a title: the id carries it there.
 _HOVER = re.compile(rb'<g id="hover:([^"]*)">')
