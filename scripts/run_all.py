@@ -342,17 +342,20 @@ def main(
             if size.index:
                 with progress.working("index of reports"):
                     index_status = write_index(publish=publish)
-            failed = [outcome.job for outcome in outcomes if outcome.report is None]
-            if not failed and only is None:
+            interrupted = [outcome.job for outcome in outcomes if outcome.status == INTERRUPTED]
+            failed = [outcome.job for outcome in outcomes if outcome.report is None and outcome.job not in interrupted]
+            if not (failed or interrupted) and only is None:
                 kept.finish()
         # A truncated path is useless in a log file: without a terminal the table is as wide as it needs to be.
         console = Console()
         (console if console.is_terminal else Console(width=160)).print(summary(outcomes, size))
     if index_status != 0:
         failed.append("index of reports")
-    if failed:
-        print(f"run_all: failed: {', '.join(failed)}", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED if outcomes and outcomes[-1].status == INTERRUPTED else 1)
+    for how, jobs in (("failed", failed), ("interrupted", interrupted)):
+        if jobs:
+            print(f"run_all: {how}: {', '.join(jobs)}", file=sys.stderr)
+    if failed or interrupted:
+        raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 
 def _run(only: list[str] | None, device: Device, kept: Progress, size: Size) -> list[Outcome]:

@@ -219,9 +219,10 @@ def test_an_interrupt_of_the_run_alone_ends_its_job_too(house, monkeypatch, caps
         assert run_them() == run_all.INTERRUPTED
     finally:
         signal.signal(signal.SIGINT, before)
-    printed = capsys.readouterr().out
-    assert "interrupted" in printed
-    assert list(run_all.JOBS)[-1] not in printed
+    printed = capsys.readouterr()
+    assert "interrupted" in printed.out
+    assert list(run_all.JOBS)[-1] not in printed.out
+    assert printed.err.endswith("run_all: failed: compile-bench\nrun_all: interrupted: jax-baseline\n")
 
 
 def test_a_quick_job_alone_is_always_run_and_leaves_the_index_alone(in_this_process, monkeypatch, capsys):
