@@ -21,7 +21,7 @@ import version_matrix
 
 from benchkit.command import one_line_errors
 from benchkit.report import DeclareReport, figures, form, render, write
-from benchkit.results import load_report, write_text_atomically
+from benchkit.results import Results, load_report, write_text_atomically
 from benchkit.run import Lens, committed_reports
 from lowering.table import COMMITTED as LOWERINGS
 from lowering.table import read_table
@@ -36,9 +36,8 @@ def golden_reports(lens: Lens) -> list[Path]:
     return sorted(path.parent for path in tests.glob("golden/reports/*/results.json"))
 
 
-def problems(directory: Path, declare: DeclareReport) -> Iterator[str]:
+def problems(directory: Path, results: Results, declare: DeclareReport) -> Iterator[str]:
     """Say where a report differs from its results, and where it lacks the form of a report."""
-    results = load_report(directory)
     if not results.complete:
         yield "the run did not reach its end"
     text = _page(directory / "report.md")
@@ -92,11 +91,12 @@ def check() -> list[str]:
     for lens in index_reports.all_lenses().values():
         for directory in committed_reports(lens.root):
             results = lens.load_report(directory)
-            wrong = list(problems(directory, lens.report))
+            wrong = list(problems(directory, results, lens.report))
             if results.environment.machine != directory.name:
                 wrong.append(f"it was measured on {results.environment.machine}")
             faults += [f"{directory.relative_to(index_reports.ROOT)}: {what}" for what in wrong]
-    faults += [f"{version_matrix.DIRECTORY.name}: {what}" for what in problems(version_matrix.DIRECTORY, VERSIONS)]
+    versions = version_matrix.DIRECTORY
+    faults += [f"{versions.name}: {what}" for what in problems(versions, load_report(versions), VERSIONS)]
     if index_reports.render() != _page(index_reports.HOUSE / "README.md"):
         faults.append("framework-internals/README.md is not what the results render to")
     return faults
@@ -122,7 +122,7 @@ def write_all() -> None:
     """Render every committed and golden report, the tested versions, the index and the random programs again."""
     for lens in index_reports.all_lenses().values():
         for directory in committed_reports(lens.root):
-            print(write(directory, lens.report), flush=True)
+            print(write(directory, lens.report, lens.load_report(directory)), flush=True)
         for directory in golden_reports(lens):
             text = render(load_report(directory), lens.report)
             write_text_atomically(directory / "report.md", text)

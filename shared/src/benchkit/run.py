@@ -272,8 +272,7 @@ def main(lens: Lens) -> None:
             if not (directories := [out] if out else report_directories(lens.root)):
                 raise UserError("there is no report yet to render again; run without --render-only")
             for directory in directories:
-                lens.load_report(directory)  # refuses another lens's
-                print(write(directory, lens.report), flush=True)
+                print(write(directory, lens.report, lens.load_report(directory)), flush=True)
             return
         run = partial(sweep_and_write, again=again or ()) if sweep else measure_and_write
         with budget.within(seconds - min(_REPORT_SECONDS, seconds / 10)):

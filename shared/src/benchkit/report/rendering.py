@@ -118,7 +118,7 @@ def _figures_in(blocks: Iterable[Block]) -> Iterator[Figure | Chart]:
             yield block
 
 
-def write(directory: Path, declare: DeclareReport) -> Path:
+def write(directory: Path, declare: DeclareReport, results: Results | None = None) -> Path:
     """Render the results in ``directory`` into ``report.md`` and ``figures/``.
 
     A figure that the report there before had, and this one has not, is removed.
@@ -126,6 +126,7 @@ def write(directory: Path, declare: DeclareReport) -> Path:
     Args:
         directory: The folder ``reports/<machine>/``.
         declare: Makes the report of the lens.
+        results: The results that the folder holds, where they have been read; else they are read.
 
     Returns:
         The path of the report.
@@ -137,7 +138,7 @@ def write(directory: Path, declare: DeclareReport) -> Path:
     from benchkit.report.drawing import draw_chart
     from benchkit.report.plotting import save
 
-    results = load_report(directory)
+    results = load_report(directory) if results is None else results
     text = render(results, declare)
     for figure in figures(results, declare):
         drawn = draw_chart(figure) if isinstance(figure, Chart) else figure.draw()
