@@ -418,6 +418,10 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     advance(larger.param_groups[0]["params"][0], larger.step, 0)
     with pytest.raises(ValueError, match=r"state 'exp_avg': expected shape \[3\], that of its parameter, got \[4\]"):
         own.load_state_dict(larger.state_dict())
+    damaged = copy.deepcopy(own.state_dict())
+    damaged["state"][0]["exp_avg_sq"] = 0.5
+    with pytest.raises(TypeError, match="state 'exp_avg_sq': expected a tensor, got float"):
+        own.load_state_dict(damaged)
     differentiable = torch.optim.AdamW([weight], differentiable=True, fused=False)
     with pytest.raises(ValueError, match="argument 'differentiable': expected False, because the kernel has no deriv"):
         own.load_state_dict(differentiable.state_dict())

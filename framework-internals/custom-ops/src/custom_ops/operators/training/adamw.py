@@ -164,17 +164,15 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: If the groups do not match, an option is out of its range, or the state is another optimizer's
                 or does not fit the parameters. Nothing has changed then.
+            TypeError: If a moment or a master is no tensor. Nothing has changed then either.
         """
         before = {"state": self.state, "param_groups": self.param_groups}
         given: dict[str, Any] = {}
 
         def keep(_: Any, final: dict[str, Any]) -> None:  # after the user's hooks
             for state in final["state"].values():
-                if isinstance(state, dict) and state and _KEYS - state.keys():
-                    raise ValueError(
-                        f"AdamW.load_state_dict: expected a state with {', '.join(sorted(_KEYS))}, got one with "
-                        f"{', '.join(map(str, state))} (is it that of another optimizer?)"
-                    )
+                if isinstance(state, dict) and state:
+                    _check_loaded(state)
             given.update(final)
 
         hook = self.register_load_state_dict_pre_hook(keep)
@@ -399,6 +397,21 @@ def _set_flags(group: dict[str, Any]) -> None:
     group["capturable"] = bool(parameters) and all(p.is_cuda for p in parameters)  # the counters are on the device
     group["fused"] = all(p.is_floating_point() for p in parameters)
     group["foreach"], group["differentiable"], group["decoupled_weight_decay"] = None, False, True
+
+
+def _check_loaded(state: dict[str, Any]) -> None:
+    """Check that the state of a parameter has what this optimizer keeps."""
+    if _KEYS - state.keys():
+        raise ValueError(
+            f"AdamW.load_state_dict: expected a state with {', '.join(sorted(_KEYS))}, got one with "
+            f"{', '.join(map(str, state))} (is it that of another optimizer?)"
+        )
+    for name in sorted((_KEYS | _OPTIONAL_KEYS) & state.keys() - {"step"}):
+        if not isinstance(state[name], Tensor):
+            raise TypeError(
+                f"AdamW.load_state_dict: state '{name}': expected a tensor, got {type(state[name]).__name__} "
+                "(load what state_dict() of an optimizer returned)"
+            )
 
 
 def _check_cast(group: dict[str, Any]) -> None:
