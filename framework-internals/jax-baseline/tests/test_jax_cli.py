@@ -28,7 +28,7 @@ def test_parity_takes_shapes_and_gives_a_verdict():
     result = invoke("parity", *shape, "--steps", "3", "--dtype", "float32", "--seed", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "PARITY tiny, 3 steps, seed 1, float32; probe in float64: all within bounds" in result.output
-    assert "would not be seen" in result.output
+    assert "would not be seen, nor what begins after the compared steps" in result.output
     assert "of 100,000 correct ports at most 1 is called wrong" in result.output
 
 

@@ -217,8 +217,9 @@ def _power(compared: Comparison) -> str:
         if compared.deviations[0][name].of_array
     ]
     return (
-        f"Differences below {', '.join(seen)} would not be seen. The bound is {compared.margin:.1f} times the "
-        f"controls' largest deviation: of {1 / FALSE_ALARMS:,.0f} correct ports at most 1 is called wrong "
+        f"Differences below {', '.join(seen)} would not be seen, nor what begins after the compared steps, as a "
+        f"schedule may. The bound is {compared.margin:.1f} times the controls' largest "
+        f"deviation: of {1 / FALSE_ALARMS:,.0f} correct ports at most 1 is called wrong "
         f"({compared.comparisons:,} comparisons by step and array, {FALSE_ALARMS / compared.comparisons:.0e} each, "
         f"{compared.dtype})."
     )
