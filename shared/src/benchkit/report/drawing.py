@@ -337,8 +337,9 @@ def _legend(figure: MatplotlibFigure, chart: Chart, places: Sequence[Axes]) -> N
     names = {series.name for panel in chart.panels for series in panel.series}
     entries: dict[str, Any] = {}
     for axes in places:
-        for artist in (*axes.lines, *axes.containers):  # get_legend_handles_labels leaves out names that begin with _
-            if (name := str(artist.get_label())) in names:
+        artists: list[Any] = [*axes.lines, *axes.containers]
+        for artist in artists:  # get_legend_handles_labels leaves out names that begin with _
+            if (name := artist.get_label()) in names:
                 entries.setdefault(name, artist)
     if not chart.legend or len(entries) < 2:
         return
