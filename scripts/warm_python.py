@@ -8,6 +8,7 @@ own variables need a real one.
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 import os
 import runpy
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -30,7 +32,8 @@ from benchkit.processes.server import ChildSettings
 
 LOADED = (
     *("torch", "typer", "rich.console", "rich.progress", "jinja2"),
-    *("matplotlib.figure", "matplotlib.backends.backend_svg"),
+    *("matplotlib.figure", "matplotlib.backends.backend_svg", "xml.sax.saxutils"),
+    *(("pydantic.type_adapter", "pydantic.types") if find_spec("pydantic") else ()),  # newer typer's, at the first call
 )
 _OURS = ("benchkit", "warm_python")  # what the fork server itself has loaded
 _ENVIRONMENT = child_environment({})  # the same for every program, so that all share one server
@@ -65,6 +68,7 @@ def run(
 
 def _become(words: Sequence[str], env: Mapping[str, str], path: Sequence[str], streams: Sequence[str]) -> NoReturn:
     """In the fork: run a program and end as an interpreter does."""
+    gc.freeze()  # a collection would look through all that is loaded, and copy its pages by doing so
     for target, name in enumerate(streams, start=1):
         with Path(name).open("wb") as stream:
             os.dup2(stream.fileno(), target)
