@@ -161,9 +161,10 @@ def train(
         Terminated: After a SIGTERM, when the step is finished and its checkpoint written.
     """
     _require_same_settings(trainer.place, model, config, corpus, resume=resume)
-    _start_or_resume(trainer, model, config, corpus, resume=resume)
     folder = config.out if trainer.place.is_main else None
-    with nullcontext() if folder is None else only_writer(folder):
+    missing = resume and folder is not None and not folder.exists()  # which locking would create
+    with nullcontext() if folder is None or missing else only_writer(folder):
+        _start_or_resume(trainer, model, config, corpus, resume=resume)
         if folder is not None and not resume:
             _require_empty(folder)
         return _train(trainer, model, config, corpus, RunFiles(folder), report)

@@ -286,8 +286,9 @@ def test_a_second_run_in_the_folder_of_one_that_runs_is_refused(small, tmp_path)
     config = dataclasses.replace(SHORT, out=tmp_path)
 
     def start_another(event):
-        with pytest.raises(UserError, match="another run writes to"):
-            train(small, config)
+        for resume in (False, True):  # before its checkpoint is read, which the run here replaces
+            with pytest.raises(UserError, match="another run writes to"):
+                train(small, config, resume=resume)
 
     train(small, config, report=start_another)
 
