@@ -281,6 +281,18 @@ def test_what_follows_from_a_skipped_function_is_shown_under_its_break(tmp_path,
     assert own.follows_from == ""
 
 
+def test_a_function_without_a_known_caller_follows_from_the_skipped_one_that_calls_it(tmp_path):
+    """Dynamo's stack of what is compiled below a skipped function lacks the skipped one."""
+    path = tmp_path / "m.py"
+    path.write_text("def forward(x):\n    while len(x):\n        x = x[overlap(x) < 0.5]\n    return x\n")
+    cause = replace(BREAK, file=str(path), line=3, whole_frame=True, compiled=(Frame(str(path), 1, "forward"),))
+    guard = "tensor 'boxes' size mismatch at index 0. expected 24, actual 23"
+    again = Recompile(str(tmp_path / "boxes.py"), 5, guard, compile_id="1/1", function="overlap")
+    assert triage_findings.break_before(again, [cause]) is cause
+    assert triage_findings.break_before(replace(again, function="other"), [cause]) is None
+    assert triage_findings.break_before(again, [replace(cause, whole_frame=False)]) is None
+
+
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):
     for name in ("07-item.patch", "all.patch", "mine.patch"):
         (tmp_path / name).write_text("")

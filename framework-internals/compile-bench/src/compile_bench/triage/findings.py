@@ -20,7 +20,7 @@ from compile_bench.capture.text import distinct, neutral, no_longer_compiled, pl
 from compile_bench.capture.trace import ITERATOR_IN_USE, RECOMPILE_LIMIT, Break, Recompile, SilentEager, cause_of
 from compile_bench.catalogue import CAUSES, Advised, Cause, advise, match, match_recompile
 from compile_bench.catalogue.source import Source, head_end
-from compile_bench.catalogue.use import Use, first_line, guarded_value
+from compile_bench.catalogue.use import Use, first_line, guarded_value, name_of
 from compile_bench.fixes.types import Fix
 from compile_bench.measure.records import BreakCost, Kind, Survey
 
@@ -165,9 +165,19 @@ def break_before(again: Recompile, breaks: Collection[Break]) -> Break | None:
     if again.function.startswith(RESUMED):
         line = int(again.function.rpartition("_at_")[2] or 0)
         return next((met for met in breaks if again.guard.startswith("___stack") and met.line == line), None)
-    if again.called_at is None or guarded_value(again.guard).startswith(("self", "G[")):
+    if guarded_value(again.guard).startswith(("self", "G[")):
         return None
+    if again.called_at is None:  # of the model itself, but also below a function that Dynamo skips
+        return next((met for met in breaks if met.whole_frame and _calls(met, again.function)), None)
     return cause_of_separate(again.called_at, breaks)
+
+
+def _calls(met: Break, name: str) -> bool:
+    """Whether the function that a break keeps out of a graph calls one of a name. Every module has a ``forward``."""
+    source = read(met.file)
+    function = None if source is None or name == "forward" else Use(source, met.line).function
+    nodes = () if function is None else ast.walk(function)
+    return any(isinstance(node, ast.Call) and name_of(node.func) == name for node in nodes)
 
 
 def advice_to_the_caller(met: Break, breaks: Sequence[Break], guards: Sequence[Recompile] = ()) -> str:
