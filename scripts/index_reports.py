@@ -131,16 +131,25 @@ def render(*, own: bool = False) -> str:
     )
 
 
+def _weight(entry: Entry) -> tuple[bool, bool, int]:
+    results = entry.results
+    return entry.folder.name.startswith(OWN), results.environment.gpu is not None, len(results.records)
+
+
 def _section(name: str, reports: list[Entry]) -> str:
-    """What a lens answers, the figure of its first report, and what each report found."""
-    manifest, first = lenses.manifests().get(name), reports[0]
+    """What a lens answers, the figure of one report, and what each report found.
+
+    The figure is this machine's, or of the report with the most records; a GPU's if there is one.
+    """
+    manifest = lenses.manifests().get(name)
+    shown = max(reports, key=_weight)
     pieces = [
         f"## {name.capitalize()}\n\nOne training step, with the parts of every lens."
         if manifest is None
         else f"## {name}\n\n[{name}]({name}/README.md): {manifest.question}"
     ]
-    if first.figure:
-        pieces.append(f"[![{name} on {first.machine}]({first.figure})]({first.report})")
+    if shown.figure:
+        pieces.append(f"[![{name} on {shown.machine}]({shown.figure})]({shown.report})")
     rows = [(f"[{entry.machine}]({entry.report})", entry.finding) for entry in reports]
     return "\n\n".join([*pieces, markdown_table(["machine, and its report", "what was found"], rows, left=2)])
 

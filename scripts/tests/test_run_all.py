@@ -246,6 +246,16 @@ def test_the_index_says_which_reports_are_of_which_hardware():
     assert index_reports.measured_on(mixed) == described
 
 
+def test_the_figure_in_the_index_is_this_machines_or_of_the_gpu_with_most_records():
+    def entry(folder, gpu, records):
+        results = SimpleNamespace(environment=SimpleNamespace(gpu=gpu), records=[None] * records)
+        return index_reports.Entry("lens", Path(folder), results, "", "")
+
+    reports = [entry("own-cpu", None, 1), entry("h100", "H100", 2), entry("h200", "H200", 3), entry("zen-4", None, 4)]
+    by_weight = sorted(reports, key=index_reports._weight)
+    assert [each.folder.name for each in by_weight] == ["zen-4", "h100", "h200", "own-cpu"]
+
+
 def test_the_index_has_a_figure_for_each_lens_and_a_sentence_for_each_machine(golden_house):
     sections = index_reports.render().partition("\n## The machines\n")[0].split("\n## ")[1:]
     for section, lens in zip(sections, index_reports.all_lenses().values(), strict=True):
