@@ -41,6 +41,13 @@ def with_sparse_gradient() -> custom_ops.AdamW:
     return own
 
 
+def with_a_moment_that_is_no_tensor() -> None:
+    own = optimizer()
+    own.step()
+    state = own.state_dict()
+    own.load_state_dict({**state, "state": {0: {**state["state"][0], "exp_avg": None}}})
+
+
 def with_a_state_of_another_kind() -> object:
     weight = nn.Parameter(torch.ones(3))
     other = torch.optim.SGD([weight], momentum=0.9)
@@ -121,6 +128,7 @@ WRONG: dict[tuple[str, str], list[tuple[str, Callable[[], object]]]] = {
         ("", with_a_state_of_another_kind),
         ("", lambda: optimizer().load_state_dict(custom_ops.AdamW([{"params": [X]}, {"params": [BIAS]}]).state_dict())),
     ],
+    ("AdamW.load_state_dict", "TypeError"): [("", with_a_moment_that_is_no_tensor)],
     ("AdamW.gradient_norm", "TypeError"): [
         ("", lambda: with_sparse_gradient().gradient_norm()),
         ("", lambda: optimizer(torch.float8_e4m3fn).gradient_norm()),
