@@ -342,8 +342,8 @@ def main(
             if size.index:
                 with progress.working("index of reports"):
                     index_status = write_index(publish=publish)
-            interrupted = [outcome.job for outcome in outcomes if outcome.status == INTERRUPTED]
-            failed = [outcome.job for outcome in outcomes if outcome.report is None and outcome.job not in interrupted]
+            interrupted = [each.job for each in outcomes if each.status == INTERRUPTED]
+            failed = [each.job for each in outcomes if each.report is None and each.status != INTERRUPTED]
             if not (failed or interrupted) and only is None:
                 kept.finish()
         # A truncated path is useless in a log file: without a terminal the table is as wide as it needs to be.

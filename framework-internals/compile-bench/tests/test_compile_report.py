@@ -197,6 +197,13 @@ def test_the_table_of_models_has_what_a_verdict_rests_on():
     assert "| compile (results not compared), 1." in text
 
 
+def test_what_is_left_out_of_a_comparison_is_said_once_a_case():
+    noisy = replace(bench(), accuracy=replace(bench().accuracy, left_out=("noise",)))
+    text = render(results(*records_of(noisy)), report)
+    assert text.count("| yes; not compared, since random or not finite by itself: noise |") == 1
+    assert text.count("| gpt training | gradient of `head.weight` ") == 1
+
+
 GOLDEN = Path(__file__).parent / "golden" / "reports"
 
 

@@ -225,4 +225,5 @@ def _within(row: tuple[Bench, ErrorPair | None]) -> str:
         return "" if case.accuracy.skipped else "**no**"
     moved = case.accuracy.attempts - 1
     note = f", with the weights moved {plural(moved, 'time')}" if moved else ""
-    return f"{'yes' if pair.holds else '**no**'}{note}{case.accuracy.gap}"
+    gap = case.accuracy.gap if pair is case.accuracy.output else ""  # once a case, not beside its gradient again
+    return f"{'yes' if pair.holds else '**no**'}{note}{gap}"
